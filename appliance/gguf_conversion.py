@@ -1,0 +1,115 @@
+"""A .gguf file becomes a folder: canonical weights, config, tokenizer.json, chat template, generation_config.json.
+
+The conversion runs in a process of its own, `python -m appliance.gguf_conversion GGUF FOLDER`, since it needs torch and
+transformers, which the front process never imports. It prints JSON objects, one a line: progress, or the error it ends
+with.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from appliance.errors import CheckpointError, UnsupportedModelError
+from appliance.model_cache import Progress
+
+CONVERSION_VERSION = "1"
+"""Raise it when the same .gguf must be converted anew."""
+
+
+def convert_in_subprocess(gguf: Path, folder: Path, progress: Progress) -> None:
+    """Convert `gguf` into the new folder `folder`. Raises CheckpointError with the reason if it cannot be served."""
+    # -P: nothing is imported from the user's working folder.
+    command = [sys.executable, "-P", "-m", "appliance.gguf_conversion", str(gguf), str(folder)]
+    what = f"Converting {gguf.name}"
+    progress(what, 0.0)
+    with subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        try:
+            for line in process.stdout:
+                message = json.loads(line)
+                if "error" in message:
+                    raise CheckpointError(message["error"])
+                progress(what, message["progress"])
+            errors = process.stderr.read().strip()
+        finally:
+            process.kill()
+    if process.returncode != 0:
+        raise CheckpointError(
+            f"{gguf} could not be converted: {errors.splitlines()[-1] if errors else 'no reason given'}"
+        )
+
+
+def convert(gguf: Path, folder: Path, report: Callable[[float], None]) -> None:
+    """Convert in this process, with files of its own beside `folder`. Raises CheckpointError; they may be left then."""
+    from appliance.quant.checkpoint import open_checkpoint
+    from appliance.quant.formats.canonical import save_canonical
+
+    checkpoint = open_checkpoint(gguf)
+    tokenizer = folder.with_name("tokenizer")
+    tokenizer.mkdir()
+    save_tokenizer(gguf, tokenizer)  # before the weights, which take long: it may refuse
+    save_canonical(checkpoint, folder, lambda written, of: report(written / of))
+    for file in tokenizer.iterdir():
+        file.rename(folder / file.name)
+    tokenizer.rmdir()
+
+
+def save_tokenizer(gguf: Path, folder: Path) -> None:
+    """Write the file's tokenizer, chat template and special tokens as tokenizer.json, chat_template.jinja, and so on.
+
+    Raises UnsupportedModelError where the file splits text in a way that is not known.
+    """
+    from gguf import GGUFReader
+    from tokenizers import pre_tokenizers
+    from transformers import AutoTokenizer
+    from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
+
+    fields = GGUFReader(gguf).fields
+
+    def value(key: str) -> Any:
+        field = fields.get(f"tokenizer.ggml.{key}")
+        return None if field is None else field.contents()
+
+    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    split = value("pre")
+    if split == "smollm":
+        # transformers 5.24 does not know this one: every digit stands alone (SmolLM2's own tokenizer.json).
+        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+            [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        )
+    elif value("model") == "gpt2" and split not in {None, "gpt-2", "default", *GGUF_PRE_TOKENIZER_SPLITS}:
+        raise UnsupportedModelError(
+            f"{gguf} splits text the way {split!r}, which is not known here, so prompts would be encoded wrongly: "
+            "serve the model's GPTQ or AWQ checkpoint instead"
+        )
+    keys = {"bos_token_id": "bos_token_id", "eos_token_id": "eos_token_id", "pad_token_id": "padding_token_id"}
+    generation_config = {name: value(key) for name, key in keys.items() if value(key) is not None}
+    tokenizer.save_pretrained(folder)
+    (folder / "generation_config.json").write_text(json.dumps(generation_config, indent=1))
+
+
+def _main() -> int:
+    messages = sys.stdout
+    sys.stdout = sys.stderr  # what a library prints is no message
+
+    def report(fraction: float) -> None:
+        print(json.dumps({"progress": fraction}), file=messages, flush=True)
+
+    try:
+        convert(Path(sys.argv[1]), Path(sys.argv[2]), report)
+    except CheckpointError as error:
+        print(json.dumps({"error": error.message}), file=messages, flush=True)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(_main())

@@ -1,0 +1,134 @@
+"""Reads a model's layers out of a checkpoint, checks their shapes and packs them for the planned kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from appliance.errors import CheckpointError
+from appliance.kernels.cpu_dense import DenseLinear
+from appliance.kernels.spec import LinearKernel, Target
+from appliance.quant.checkpoint import Checkpoint
+from appliance.quant.linear import PlannedLinear
+from appliance.quant.weight import QuantizedWeight, concatenate
+
+
+class FusedLinear:
+    """Projections of one input whose outputs lie side by side: one matmul where the specs allow it, else several."""
+
+    def __init__(self, parts: list[PlannedLinear]) -> None:
+        self.parts = parts
+
+    def __call__(self, x: Tensor, num_decode: int) -> Tensor:
+        if len(self.parts) == 1:
+            return self.parts[0](x, num_decode)
+        return torch.cat([part(x, num_decode) for part in self.parts], -1)
+
+
+class WeightReader:
+    """Hands a model its weights one module at a time and keeps count of what was packed how."""
+
+    def __init__(self, checkpoint: Checkpoint, target: Target) -> None:
+        self.checkpoint = checkpoint
+        self.target = target
+        self.linears: list[PlannedLinear] = []
+        self.other_bytes = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all packed weights."""
+        return sum(linear.nbytes for linear in self.linears) + self.other_bytes
+
+    @property
+    def kernel_names(self) -> tuple[str, ...]:
+        """Kernels of all layers, most used first within a layer, in order of first use."""
+        return tuple(dict.fromkeys(name for linear in self.linears for name in linear.plan.kernel_names))
+
+    def norm(self, name: str, size: int) -> Tensor:
+        return self._plain(name, (size,))
+
+    def embedding(self, name: str, vocab_size: int, hidden_size: int) -> Tensor:
+        return self._plain(name, (vocab_size, hidden_size))
+
+    def lm_head(self, embed: Tensor, is_tied: bool) -> LinearKernel:
+        """The output matrix. One on disk is used even if the config says tied (quantisers save it so); else the
+        embedding, if tied. Raises CheckpointError if it is neither there nor tied.
+        """
+        if self.checkpoint.has_module("lm_head"):
+            vocab_size, hidden_size = embed.shape
+            weight = self._linear_weight("lm_head", hidden_size, vocab_size)
+            linear = PlannedLinear("lm_head", weight, None, self.target)
+            self.linears.append(linear)
+            return linear.decode
+        if not is_tied:
+            raise CheckpointError(
+                "The checkpoint has no lm_head and config.json does not tie it to the embedding: "
+                "a file is missing, or 'tie_word_embeddings' should be true."
+            )
+        return DenseLinear(embed)
+
+    def fused(self, prefix: str, outputs: Mapping[str, int], in_features: int, has_bias: bool) -> FusedLinear:
+        """Projections `prefix.name` with their numbers of outputs, fused along N where specs and permutations agree."""
+        names = [f"{prefix}.{name}" for name in outputs]
+        weights = [self._linear_weight(n, in_features, size) for n, size in zip(names, outputs.values(), strict=True)]
+        biases = [self._bias(n, size, has_bias) for n, size in zip(names, outputs.values(), strict=True)]
+        merged = _merge(weights)
+        if merged is None:
+            parts = [PlannedLinear(n, w, b, self.target) for n, w, b in zip(names, weights, biases, strict=True)]
+        else:
+            present = [b for b in biases if b is not None]
+            parts = [PlannedLinear(" + ".join(names), merged, torch.cat(present) if present else None, self.target)]
+        self.linears.extend(parts)
+        return FusedLinear(parts)
+
+    def _plain(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        if not self.checkpoint.has(name):
+            raise CheckpointError(
+                f"The checkpoint has no tensor {name!r}: it is incomplete or of another architecture."
+            )
+        tensor = self.checkpoint.tensor(name)
+        if tuple(tensor.shape) != shape:
+            raise CheckpointError(
+                f"Tensor {name!r} has shape {tuple(tensor.shape)}, config.json says it should be {shape}."
+            )
+        tensor = tensor.to(self.target.dtype).contiguous()
+        self.other_bytes += tensor.nbytes
+        return tensor
+
+    def _bias(self, module: str, size: int, is_expected: bool) -> Tensor | None:
+        name = f"{module}.bias"
+        if self.checkpoint.has(name):
+            bias = self.checkpoint.tensor(name)
+            if tuple(bias.shape) != (size,):
+                raise CheckpointError(f"Tensor {name!r} has shape {tuple(bias.shape)}, expected ({size},).")
+            # Old AutoGPTQ files carry an all-zero bias for layers that have none.
+            return bias.to(self.target.dtype) if is_expected or bool(bias.any()) else None
+        if is_expected:
+            raise CheckpointError(f"The checkpoint has no tensor {name!r}, although config.json says there is a bias.")
+        return None
+
+    def _linear_weight(self, module: str, in_features: int, out_features: int) -> QuantizedWeight | Tensor:
+        if not self.checkpoint.has_module(module):
+            raise CheckpointError(
+                f"The checkpoint has no layer {module!r}: it is incomplete or of another architecture."
+            )
+        weight = self.checkpoint.linear(module)
+        found = (weight.K, weight.N) if isinstance(weight, QuantizedWeight) else (weight.shape[1], weight.shape[0])
+        if found != (in_features, out_features):
+            raise CheckpointError(
+                f"Layer {module!r} has {found[0]} inputs and {found[1]} outputs, config.json says "
+                f"{in_features} and {out_features}."
+            )
+        return weight
+
+
+def _merge(weights: list[QuantizedWeight | Tensor]) -> QuantizedWeight | Tensor | None:
+    quantized = [w for w in weights if isinstance(w, QuantizedWeight)]
+    dense = [w for w in weights if isinstance(w, Tensor)]
+    if len(quantized) == len(weights):
+        return concatenate(quantized) if len(quantized) > 1 else quantized[0]
+    if len(dense) == len(weights):
+        return torch.cat(dense) if len(dense) > 1 else dense[0]
+    return None

@@ -1,0 +1,83 @@
+"""What a request wishes of the sampler. Standard library only; validated once, at construction."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from appliance.errors import InvalidRequestError
+
+MAX_TOKENS_LIMIT = 1 << 20
+"""No context served here is longer; a larger max_tokens is a mistake, not a wish."""
+
+
+def _check_float(name: str, value: Any, low: float, high: float) -> None:
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | float)
+        or not math.isfinite(value)
+        or not low <= value <= high
+    ):
+        raise InvalidRequestError(
+            f"{name} must be a finite number between {low:g} and {high:g}, found {value!r}", param=name
+        )
+
+
+def _check_int(name: str, value: Any, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise InvalidRequestError(f"{name} must be an integer between {low} and {high}, found {value!r}", param=name)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """Sampling wishes of one request.
+
+    temperature 0 is greedy; top_k 0 or -1, top_p 1 and min_p 0 are off. max_tokens None means the rest of the
+    context. seed None draws one per request. Stop strings are literals.
+
+    Raises InvalidRequestError naming the field, the limit and the value.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+
+    def __post_init__(self) -> None:
+        _check_float("temperature", self.temperature, 0.0, 100.0)
+        _check_float("top_p", self.top_p, 0.0, 1.0)
+        _check_float("min_p", self.min_p, 0.0, 1.0)
+        _check_float("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _check_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _check_float("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
+        _check_int("top_k", self.top_k, -1, 1 << 31)
+        _check_int("min_tokens", self.min_tokens, 0, MAX_TOKENS_LIMIT)
+        if self.max_tokens is not None:
+            _check_int("max_tokens", self.max_tokens, 1, MAX_TOKENS_LIMIT)
+            if self.min_tokens > self.max_tokens:
+                raise InvalidRequestError(
+                    f"min_tokens {self.min_tokens} is larger than max_tokens {self.max_tokens}", param="min_tokens"
+                )
+        if len(self.stop) > 64 or any(not isinstance(s, str) or not s or len(s) > 1000 for s in self.stop):
+            raise InvalidRequestError("stop must be at most 64 strings of 1 to 1000 characters", param="stop")
+        if len(self.stop_token_ids) > 256:
+            raise InvalidRequestError("stop_token_ids must name at most 256 tokens", param="stop_token_ids")
+        for token in self.stop_token_ids:
+            _check_int("stop_token_ids", token, 0, (1 << 31) - 1)
+
+    @property
+    def is_greedy(self) -> bool:
+        """True where every draw would give the most likely token: the temperatures at which softmax has one winner."""
+        return self.temperature < 1e-5 or self.top_k == 1 or self.top_p < 1e-5

@@ -1,0 +1,121 @@
+"""Paged attention on a CPU: gather a request's blocks with one index, then PyTorch's fused attention.
+
+The cache of a layer is [2, num_blocks, num_kv_heads, block_size, head_dim], keys then values, so that a (block, head)
+tile is one contiguous row: writing a step's keys and values is one op, and so is gathering those of all decodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class PagedLayout:
+    """Sizes of one layer's cache."""
+
+    num_blocks: int
+    num_kv_heads: int
+    block_size: int
+    head_dim: int
+
+
+def _tile_rows(layout: PagedLayout, block_table: Tensor) -> Tensor:
+    """Rows of the cache viewed as [2 * blocks * heads, ...] for block tables [B, n]: [2, B, heads, n]."""
+    heads = torch.arange(layout.num_kv_heads).view(1, -1, 1)
+    rows = block_table.unsqueeze(1) * layout.num_kv_heads + heads
+    return torch.stack([rows, rows + layout.num_blocks * layout.num_kv_heads])
+
+
+class _Prefill:
+    """One request's chunk: rows [start, stop) of the step, attending to `seq_len` cached tokens, itself included."""
+
+    def __init__(self, layout: PagedLayout, start: int, stop: int, seq_len: int, block_table: Sequence[int]) -> None:
+        self.rows = slice(start, stop)
+        self.seq_len = seq_len
+        blocks = torch.tensor(block_table[: -(-seq_len // layout.block_size)]).unsqueeze(0)
+        self.tiles = _tile_rows(layout, blocks)
+        self.index = self.tiles.flatten()
+        length = stop - start
+        self.is_causal = length == seq_len and length > 1
+        # A query sees the context before the chunk and the chunk up to itself.
+        self.mask = None if self.is_causal else torch.ones(length, seq_len, dtype=torch.bool).tril(seq_len - length)
+
+
+class CpuAttention:
+    """The attention of one step: built once, used by every layer. Rows are decodes first, then prefill chunks.
+
+    slot_mapping: [T] int64, block * block_size + offset of each row.
+    query_start_loc: B + 1 row offsets; seq_lens: B total lengths after the step; block_tables: B lists of block ids.
+    num_decode: how many of the B requests are decodes (one row each).
+    """
+
+    def __init__(
+        self,
+        layout: PagedLayout,
+        slot_mapping: Tensor,
+        query_start_loc: Sequence[int],
+        seq_lens: Sequence[int],
+        block_tables: Sequence[Sequence[int]],
+        num_decode: int,
+    ) -> None:
+        self.layout = layout
+        self.num_decode = num_decode
+        block, offset = slot_mapping // layout.block_size, slot_mapping % layout.block_size
+        heads = torch.arange(layout.num_kv_heads)
+        rows = (block.unsqueeze(1) * layout.num_kv_heads + heads) * layout.block_size + offset.unsqueeze(1)
+        span = layout.num_blocks * layout.num_kv_heads * layout.block_size
+        self.write_rows = torch.cat([rows, rows + span], 1).flatten()  # [T * 2 * heads], keys then values of each row
+        self.prefills = [
+            _Prefill(layout, query_start_loc[i], query_start_loc[i + 1], seq_lens[i], block_tables[i])
+            for i in range(num_decode, len(seq_lens))
+        ]
+        if num_decode:
+            width = max(-(-length // layout.block_size) for length in seq_lens[:num_decode])
+            tables = [list(table[:width]) + [0] * (width - len(table)) for table in block_tables[:num_decode]]
+            self.decode_index = _tile_rows(layout, torch.tensor(tables)).flatten()
+            self.decode_len = width * layout.block_size
+            positions = torch.arange(self.decode_len)
+            self.decode_mask = (positions < torch.tensor(seq_lens[:num_decode]).unsqueeze(1)).view(num_decode, 1, 1, -1)
+
+    def write(self, cache: Tensor, keys_and_values: Tensor) -> None:
+        """Store a step's keys and values, [T, 2 * num_kv_heads, head_dim], keys first."""
+        cache.view(-1, self.layout.head_dim).index_copy_(0, self.write_rows, keys_and_values.flatten(0, 1))
+
+    def attend(self, cache: Tensor, q: Tensor) -> Tensor:
+        """q [T, num_heads, head_dim] -> [T, num_heads * head_dim]; softmax in fp32, scale 1 / sqrt(head_dim)."""
+        if self.num_decode == q.shape[0]:
+            return self._decode(cache, q)
+        parts = [self._decode(cache, q[: self.num_decode])] if self.num_decode else []
+        parts += [self._prefill(cache, q, prefill) for prefill in self.prefills]
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+    def _gather(self, cache: Tensor, index: Tensor, batch: int) -> Tensor:
+        """Keys and values [2, B, num_kv_heads, tokens, head_dim] of the blocks at `index`."""
+        layout = self.layout
+        tiles = cache.view(-1, layout.block_size * layout.head_dim).index_select(0, index)
+        return tiles.view(2, batch, layout.num_kv_heads, -1, layout.head_dim)
+
+    def _decode(self, cache: Tensor, q: Tensor) -> Tensor:
+        keys, values = self._gather(cache, self.decode_index, self.num_decode)
+        # The query heads that share a kv head are folded into the query length: no copy of keys for GQA.
+        grouped = q.view(self.num_decode, self.layout.num_kv_heads, -1, self.layout.head_dim)
+        out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=self.decode_mask)
+        return out.reshape(self.num_decode, -1)
+
+    def _prefill(self, cache: Tensor, q: Tensor, prefill: _Prefill) -> Tensor:
+        keys, values = self._gather(cache, prefill.index, 1)
+        q = q[prefill.rows].transpose(0, 1).unsqueeze(0)  # [1, num_heads, L, head_dim]
+        out = F.scaled_dot_product_attention(
+            q,
+            keys[:, :, : prefill.seq_len],
+            values[:, :, : prefill.seq_len],
+            attn_mask=prefill.mask,
+            is_causal=prefill.is_causal,
+            enable_gqa=q.shape[1] != self.layout.num_kv_heads,
+        )
+        return out[0].transpose(0, 1).reshape(q.shape[2], -1)

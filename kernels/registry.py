@@ -1,0 +1,55 @@
+"""Which kernel runs a linear layer: an ordered list of candidates, each of which says yes or why not.
+
+Adding a kernel is a module with `refuse` and `pack` and one line in KERNELS. Nothing falls back silently: a layer that
+no kernel takes is refused with every candidate's reason.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from appliance.kernels import cpu_dense, cpu_dequantize, cpu_int4
+from appliance.kernels.spec import KernelEntry, LinearSpec, Phase, Target
+
+BOTH = frozenset(Phase)
+
+KERNELS: tuple[KernelEntry, ...] = (
+    KernelEntry("cpu_int4", frozenset({Phase.DECODE}), cpu_int4.refuse, cpu_int4.pack),
+    KernelEntry("cpu_dense", BOTH, cpu_dense.refuse, cpu_dense.pack),
+    KernelEntry("cpu_dequantize", BOTH, cpu_dequantize.refuse, cpu_dequantize.pack),
+)
+
+
+class NoKernelError(Exception):
+    """No kernel runs the layer; the text lists every candidate with its reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinearPlan:
+    """The kernel for each phase of one layer, and why the candidates before it were passed over."""
+
+    spec: LinearSpec
+    decode: KernelEntry
+    prefill: KernelEntry
+    rejected: tuple[tuple[str, str], ...]
+
+    @property
+    def kernel_names(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys((self.decode.name, self.prefill.name)))
+
+
+def plan_linear(spec: LinearSpec, target: Target) -> LinearPlan:
+    """The first kernel of each phase that takes the layer. Raises NoKernelError listing every reason."""
+    chosen: dict[Phase, KernelEntry] = {}
+    rejected: list[tuple[str, str]] = []
+    for entry in KERNELS:
+        reason = entry.refuse(spec, target)
+        if reason is not None:
+            rejected.append((entry.name, reason))
+            continue
+        for phase in entry.phases:
+            chosen.setdefault(phase, entry)
+    if len(chosen) < len(Phase):
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in rejected)
+        raise NoKernelError(f"no kernel runs a layer of {spec} in {target.dtype} on {target.device} ({reasons})")
+    return LinearPlan(spec, chosen[Phase.DECODE], chosen[Phase.PREFILL], tuple(rejected))

@@ -1,0 +1,114 @@
+"""Opening any model on disk: a Checkpoint names its parts as Hugging Face does and reads one module at a time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from appliance.errors import CheckpointError
+from appliance.quant.declared import declared_quantization
+from appliance.quant.detect import detect_source
+from appliance.quant.formats.canonical import CanonicalSource, read_manifest
+from appliance.quant.formats.gguf import open_gguf
+from appliance.quant.formats.source import WeightSource
+from appliance.quant.model_config import check_model_config
+from appliance.quant.model_folder import read_json, weight_files
+from appliance.quant.report import FormatReport
+from appliance.quant.tensor_files import TensorFiles
+from appliance.quant.weight import QuantizedWeight
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Checkpoint:
+    """An open model. Nothing read is kept: hold at most one module's tensors at a time to stay within memory.
+
+    config: config.json's object, or for GGUF one made from the file's metadata in the same terms.
+    """
+
+    path: Path
+    config: dict[str, Any]
+    report: FormatReport
+    _source: WeightSource = field(repr=False)
+    _plain: frozenset[str] = field(repr=False)
+    _quantized: frozenset[str] = field(repr=False)
+
+    def names(self) -> list[str]:
+        """Names of all parameters, sorted; a quantised module appears as its `<module>.weight`."""
+        return sorted(self._plain | {f"{module}.weight" for module in self._quantized})
+
+    def has(self, name: str) -> bool:
+        """Whether `tensor(name)` would succeed."""
+        return name in self._plain or (name.endswith(".weight") and name.removesuffix(".weight") in self._quantized)
+
+    def has_module(self, module: str) -> bool:
+        """Whether `linear(module)` would succeed."""
+        return self.has(f"{module}.weight")
+
+    def linear(self, module: str) -> QuantizedWeight | Tensor:
+        """The weight of a linear layer (or an embedding) as stored: quantised, or a plain [N, K] tensor.
+
+        Raises CheckpointError naming the module when the model has none of that name, or it is damaged.
+        """
+        if module in self._quantized:
+            return self._source.quantized(module)
+        return self.tensor(f"{module}.weight")
+
+    def tensor(self, name: str) -> Tensor:
+        """A parameter in its stored dtype; a quantised weight comes dequantised, float32 [N, K].
+
+        Raises CheckpointError naming the tensor when there is none of that name.
+        """
+        if name in self._plain:
+            return self._source.tensor(name)
+        module = name.removesuffix(".weight")
+        if name == module or module not in self._quantized:
+            raise CheckpointError(f"{self.path} holds no tensor {name}, the model may be incomplete: download it again")
+        return self._source.quantized(module).dequantize()
+
+    def close(self) -> None:
+        """Lets the files go; tensors already handed out stay valid."""
+        self._source.close()
+
+
+def open_checkpoint(path: str | Path) -> Checkpoint:
+    """Opens a model folder or a .gguf file and finds out what it holds; reads headers, zero points and group orders.
+
+    Raises CheckpointError when files are missing, damaged or contradict each other, and UnsupportedModelError naming
+    the format found and those supported. No code in the folder is ever run.
+    """
+    path = Path(path)
+    try:
+        return _open(path)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read ({error.strerror}): check path and permissions") from error
+
+
+def _open(path: Path) -> Checkpoint:
+    if path.is_file() and path.suffix == ".gguf":
+        source, config = open_gguf(path)
+        return _checkpoint(path, config, source)
+    if not path.is_dir():
+        found = "is a file" if path.is_file() else "does not exist"
+        raise CheckpointError(f"{path} {found}, a model folder or a .gguf file was expected: check the path")
+    shards, weight_map = weight_files(path)
+    config = read_json(path / "config.json")
+    check_model_config(config)
+    files = TensorFiles(shards, weight_map)
+    manifest = read_manifest(path)
+    if manifest is not None:
+        return _checkpoint(path, config, CanonicalSource(files, manifest))
+    return _checkpoint(path, config, detect_source(files, declared_quantization(path, config)))
+
+
+def _checkpoint(path: Path, config: dict[str, Any], source: WeightSource) -> Checkpoint:
+    return Checkpoint(
+        path=path,
+        config=config,
+        report=source.report,
+        _source=source,
+        _plain=frozenset(source.plain_names()),
+        _quantized=frozenset(source.quantized_modules()),
+    )

@@ -1,0 +1,112 @@
+"""GGUF metadata and tensor names in Hugging Face's terms. It knows keys and names, not tensor data.
+
+Keys and names: the `gguf` package's constants.py; `<arch>.` stands for general.architecture.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from appliance.errors import CheckpointError, UnsupportedModelError
+
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+_TOP = {"token_embd": "model.embed_tokens", "output": "lm_head", "output_norm": "model.norm"}
+_LAYER = {
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+# Tensors and keys whose meaning a Llama-shaped configuration cannot carry: serving without them would be wrong.
+_UNSUPPORTED_TENSOR = "rope_freqs.weight"
+_ROPE_SCALING = "rope.scaling.type"
+_EXPERTS = "expert_count"
+
+
+def hugging_face_name(name: str) -> str:
+    """`blk.3.attn_q.weight` -> `model.layers.3.self_attn.q_proj.weight`. Raises UnsupportedModelError naming others."""
+    stem, _, suffix = name.rpartition(".")
+    if suffix in ("weight", "bias"):
+        if stem in _TOP:
+            return f"{_TOP[stem]}.{suffix}"
+        parts = stem.split(".")
+        if len(parts) == 3 and parts[0] == "blk" and parts[1].isdecimal() and parts[2] in _LAYER:
+            return f"model.layers.{int(parts[1])}.{_LAYER[parts[2]]}.{suffix}"
+    raise UnsupportedModelError(
+        f"GGUF tensor {name} has no place in the served architectures ({', '.join(ARCHITECTURES)}): use another model"
+    )
+
+
+def config_from_metadata(read: Callable[[str], Any], shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
+    """A config.json of the model. `read` gives a metadata value or None; shapes: GGUF tensor name -> [N, K].
+
+    Raises UnsupportedModelError for architectures and features not served, CheckpointError naming a missing key.
+    """
+    architecture = read("general.architecture")
+    if architecture not in ARCHITECTURES:
+        raise UnsupportedModelError(
+            f"the GGUF file's architecture is {architecture!r}, served are {', '.join(ARCHITECTURES)}: use another file"
+        )
+
+    if (read("split.count") or 1) != 1:
+        raise UnsupportedModelError(
+            f"the GGUF file is one of {read('split.count')} parts, only whole files are read: merge the parts first"
+        )
+
+    def optional(key: str) -> Any:
+        return read(f"{architecture}.{key}")
+
+    def integer(key: str) -> int:
+        value = optional(key)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise CheckpointError(f"GGUF metadata {architecture}.{key} is {value!r}, a positive integer was expected")
+        return value
+
+    if optional(_EXPERTS):
+        raise UnsupportedModelError(
+            f"the GGUF file has {optional(_EXPERTS)} experts, only dense models are served: use another model"
+        )
+    if optional(_ROPE_SCALING) not in (None, "none") or _UNSUPPORTED_TENSOR in shapes:
+        raise UnsupportedModelError(
+            "the GGUF file scales its rotary frequencies, which is not read from GGUF: use the model's safetensors"
+        )
+    embedding = shapes.get("token_embd.weight")
+    if embedding is None or len(embedding) != 2:
+        raise CheckpointError("the GGUF file has no matrix token_embd.weight: download it again")
+    heads = integer("attention.head_count")
+    head_dim = optional("attention.key_length") or integer("embedding_length") // heads
+    rotary = optional("rope.dimension_count")
+    if rotary not in (None, head_dim):
+        raise UnsupportedModelError(
+            f"the GGUF file rotates {rotary} of {head_dim} head dimensions, only all are served: use another model"
+        )
+    config: dict[str, Any] = {
+        "architectures": [ARCHITECTURES[architecture]],
+        "model_type": architecture,
+        "hidden_size": integer("embedding_length"),
+        "intermediate_size": integer("feed_forward_length"),
+        "num_hidden_layers": integer("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": integer("attention.head_count_kv") if optional("attention.head_count_kv") else heads,
+        "head_dim": head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": optional("attention.layer_norm_rms_epsilon"),
+        "rope_theta": optional("rope.freq_base") or 10000.0,
+        "max_position_embeddings": integer("context_length"),
+        "vocab_size": embedding[0],
+        "tie_word_embeddings": "output.weight" not in shapes,
+        "attention_bias": "blk.0.attn_q.bias" in shapes,
+        "bos_token_id": read("tokenizer.ggml.bos_token_id"),
+        "eos_token_id": read("tokenizer.ggml.eos_token_id"),
+    }
+    if config["rms_norm_eps"] is None:
+        raise CheckpointError(f"GGUF metadata {architecture}.attention.layer_norm_rms_epsilon is missing")
+    return config

@@ -1,0 +1,72 @@
+"""Unquantised safetensors: 16- and 32-bit floats as they are, [N, K] in nn.Linear's orientation."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+import torch
+from torch import Tensor
+
+from appliance.errors import CheckpointError, UnsupportedModelError
+from appliance.quant.declared import DeclaredQuantization
+from appliance.quant.report import FormatReport
+from appliance.quant.tensor_files import TensorFiles
+from appliance.quant.weight import QuantizedWeight
+
+_FLOATS = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
+_PACKED_METHODS = ("gptq", "awq", "auto-round", "intel/auto-round")
+
+
+class PlainSource:
+    """Reads plain tensors. Raises UnsupportedModelError for weights of other dtypes or other declared methods."""
+
+    def __init__(self, files: TensorFiles, declared: DeclaredQuantization | None) -> None:
+        if declared is not None and declared.method not in (None, *_PACKED_METHODS):
+            raise UnsupportedModelError(
+                f"{declared.file} says quant_method {declared.method}, which is not served: "
+                "use GPTQ or AWQ at 4 bits, GGUF, or unquantised safetensors"
+            )
+        if declared is not None and (declared.method is not None or declared.bits is not None):
+            raise CheckpointError(
+                f"{declared.file} says quant_method {declared.method}, {declared.bits} bits, but no tensor ends in "
+                ".qweight: correct the configuration or download the model again"
+            )
+        self._files = files
+        sizes = Counter[torch.dtype]()
+        for name in files:
+            if name.endswith(".weight"):
+                dtype = files.dtype(name)
+                if dtype not in _FLOATS:
+                    raise UnsupportedModelError(
+                        f"{name} in {files.file(name).name} has dtype {dtype} and no known quantisation: "
+                        "use GPTQ or AWQ at 4 bits, GGUF, or unquantised safetensors"
+                    )
+                sizes[dtype] += math.prod(files.shape(name))
+        if not sizes:
+            raise CheckpointError("the safetensors files hold no tensor named *.weight, a language model was expected")
+        most = _FLOATS[sizes.most_common(1)[0][0]]
+        self.report = FormatReport(
+            format="safetensors",
+            variant=most,
+            bits=0,
+            group_size=0,
+            symmetric=None,
+            act_order=False,
+            evidence=(f"{len(files)} tensors, none packed, most weights {most}",),
+        )
+
+    def plain_names(self) -> list[str]:
+        return list(self._files)
+
+    def quantized_modules(self) -> list[str]:
+        return []
+
+    def tensor(self, name: str) -> Tensor:
+        return self._files.tensor(name)
+
+    def quantized(self, module: str) -> QuantizedWeight:
+        raise KeyError(module)
+
+    def close(self) -> None:
+        self._files.close()

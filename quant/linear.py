@@ -1,0 +1,49 @@
+"""A linear layer that holds its weight in the layouts its plan names and runs rows by phase."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from appliance.errors import UnsupportedModelError
+from appliance.kernels.registry import LinearPlan, NoKernelError, plan_linear
+from appliance.kernels.spec import LinearSpec, Target
+from appliance.quant.weight import QuantizedWeight
+
+
+def spec_of(weight: QuantizedWeight | Tensor) -> LinearSpec:
+    """Shape and storage of a weight; a dense one is [N, K]."""
+    if isinstance(weight, QuantizedWeight):
+        return LinearSpec(weight.K, weight.N, weight.bits, weight.group_size, weight.perm is not None)
+    return LinearSpec(weight.shape[1], weight.shape[0], 8 * weight.element_size())
+
+
+class PlannedLinear:
+    """y = x @ W + bias, decode rows through one kernel and prefill rows through another (often the same)."""
+
+    def __init__(self, name: str, weight: QuantizedWeight | Tensor, bias: Tensor | None, target: Target) -> None:
+        """Plans and packs. Raises UnsupportedModelError naming the layer when no kernel takes it."""
+        self.name = name
+        try:
+            self.plan: LinearPlan = plan_linear(spec_of(weight), target)
+        except NoKernelError as error:
+            raise UnsupportedModelError(f"Layer {name}: {error}.") from error
+        self.decode = self.plan.decode.pack(weight, target.dtype)
+        same = self.plan.prefill is self.plan.decode
+        self.prefill = self.decode if same else self.plan.prefill.pack(weight, target.dtype)
+        self.bias = None if bias is None else bias.to(target.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        kernels = {id(k): k.nbytes for k in (self.decode, self.prefill)}
+        return sum(kernels.values()) + (0 if self.bias is None else self.bias.nbytes)
+
+    def __call__(self, x: Tensor, num_decode: int) -> Tensor:
+        """x [T, K], whose first num_decode rows are decodes -> [T, N]."""
+        if self.decode is self.prefill or num_decode == x.shape[0]:
+            y = self.decode(x)
+        elif num_decode == 0:
+            y = self.prefill(x)
+        else:
+            y = torch.cat([self.decode(x[:num_decode]), self.prefill(x[num_decode:])])
+        return y if self.bias is None else y.add_(self.bias)

@@ -1,0 +1,36 @@
+"""What a model folder says about generating."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from appliance.generation_config import default_sampling, eos_token_ids
+from tests.appliance import tokenizer_files
+
+
+def test_eos_ids_are_gathered_from_every_file(tmp_path: Path) -> None:
+    """Llama 3 ends turns and texts with different tokens; a second one in generation_config.json must count."""
+    tokenizer_files.save_byte_level_bpe(tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9]}))
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 11}))
+    end = tokenizer_files.byte_level_bpe().token_to_id("<|im_end|>")
+    assert eos_token_ids(tmp_path) == (7, 9, 11, end)
+
+
+def test_eos_may_be_declared_nowhere(tmp_path: Path) -> None:
+    tokenizer_files.save_byte_level_bpe(tmp_path, eos_token=None)
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": None}))
+    assert eos_token_ids(tmp_path) == ()
+
+
+def test_default_sampling_is_the_makers_advice(tmp_path: Path) -> None:
+    advice = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "max_length": 20, "repetition_penalty": None}
+    (tmp_path / "generation_config.json").write_text(json.dumps(advice))
+    assert default_sampling(tmp_path) == {"temperature": 0.6, "top_k": 20, "top_p": 0.95}
+    (tmp_path / "generation_config.json").write_text(json.dumps({**advice, "do_sample": False}))
+    assert default_sampling(tmp_path) == {}
+
+
+def test_default_sampling_is_empty_without_the_file(tmp_path: Path) -> None:
+    assert default_sampling(tmp_path) == {}

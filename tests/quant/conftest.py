@@ -1,0 +1,7 @@
+"""Small tensors: one thread is faster than two."""
+
+from __future__ import annotations
+
+import torch
+
+torch.set_num_threads(1)

@@ -1,0 +1,211 @@
+"""GGUF files: every type bit for bit what the gguf package's own dequantiser gives, names and rows in our order."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Kind
+from torch import Tensor
+
+from appliance.errors import ApplianceError, CheckpointError, UnsupportedModelError
+from appliance.quant.checkpoint import open_checkpoint
+from appliance.quant.weight import QuantizedWeight
+from tests.quant import gguf_writer
+from tests.quant.gguf_writer import HEADS, KV_HEADS, interleave, weights, write_gguf
+
+MATRICES = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
+HF_NAMES = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "blk.1.attn_norm.weight": "model.layers.1.input_layernorm.weight",
+    "blk.1.ffn_norm.weight": "model.layers.1.post_attention_layernorm.weight",
+    "blk.1.attn_v.weight": "model.layers.1.self_attn.v_proj.weight",
+    "blk.1.attn_output.weight": "model.layers.1.self_attn.o_proj.weight",
+    "blk.1.ffn_gate.weight": "model.layers.1.mlp.gate_proj.weight",
+    "blk.1.ffn_up.weight": "model.layers.1.mlp.up_proj.weight",
+    "blk.0.ffn_down.weight": "model.layers.0.mlp.down_proj.weight",
+}
+
+
+def matrices_as(kind: Kind) -> dict[str, Kind]:
+    kinds = {f"blk.{layer}.{name}.weight": kind for layer in range(gguf_writer.LAYERS) for name in MATRICES}
+    return kinds | {"token_embd.weight": Kind.Q8_0}
+
+
+def reference(path: Path, name: str) -> Tensor:
+    """The gguf package's own reading of a tensor, as stored."""
+    tensor = next(tensor for tensor in gguf.GGUFReader(path).tensors if tensor.name == name)
+    return torch.from_numpy(np.array(gguf.quants.dequantize(tensor.data, tensor.tensor_type)))
+
+
+@pytest.mark.parametrize("kind", [Kind.Q4_0, Kind.Q4_1, Kind.Q8_0, Kind.F16, Kind.BF16, Kind.F32])
+def test_every_tensor_equals_the_packages_dequantiser(tmp_path: Path, kind: Kind) -> None:
+    path = write_gguf(tmp_path / "m.gguf", weights(), matrices_as(kind))
+    checkpoint = open_checkpoint(path)
+    for name, hf_name in HF_NAMES.items():
+        assert torch.equal(checkpoint.tensor(hf_name).float(), reference(path, name)), name
+    assert len(checkpoint.names()) == len(weights())
+
+
+def test_a_block_of_zero_scale_is_exact(tmp_path: Path) -> None:
+    tensors = weights()
+    tensors["blk.0.ffn_up.weight"][3] = 0.25  # constant: d = 0, m = 0.25
+    path = write_gguf(tmp_path / "m.gguf", tensors, matrices_as(Kind.Q4_1))
+    read = open_checkpoint(path).tensor("model.layers.0.mlp.up_proj.weight")
+    assert torch.equal(read, reference(path, "blk.0.ffn_up.weight"))
+    assert bool((read[3] == 0.25).all())
+
+
+@pytest.mark.parametrize("kind", [Kind.Q4_1, Kind.F32])
+def test_rows_of_q_and_k_of_a_llama_are_put_back_in_order(tmp_path: Path, kind: Kind) -> None:
+    tensors = weights()
+    plain = write_gguf(tmp_path / "plain.gguf", tensors, matrices_as(kind))  # rows as Hugging Face has them
+    for name, heads in (("attn_q", HEADS), ("attn_k", KV_HEADS)):
+        tensors[f"blk.0.{name}.weight"] = interleave(tensors[f"blk.0.{name}.weight"], heads)
+        tensors[f"blk.0.{name}.bias"] = interleave(np.arange(heads * 16, dtype=np.float32), heads)
+    checkpoint = open_checkpoint(write_gguf(tmp_path / "m.gguf", tensors, matrices_as(kind)))
+    for name, module, heads in (("attn_q", "q_proj", HEADS), ("attn_k", "k_proj", KV_HEADS)):
+        read = checkpoint.tensor(f"model.layers.0.self_attn.{module}.weight")
+        assert torch.equal(read, reference(plain, f"blk.0.{name}.weight"))
+        bias = checkpoint.tensor(f"model.layers.0.self_attn.{module}.bias")
+        assert torch.equal(bias, torch.arange(heads * 16).float())
+    assert checkpoint.config["attention_bias"] is True
+
+
+def test_rows_of_q_and_k_of_a_qwen2_are_left_in_order(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "m.gguf", weights(), matrices_as(Kind.Q4_1), architecture="qwen2")
+    checkpoint = open_checkpoint(path)
+    assert checkpoint.config["architectures"] == ["Qwen2ForCausalLM"]
+    read = checkpoint.tensor("model.layers.0.self_attn.q_proj.weight")
+    assert torch.equal(read, reference(path, "blk.0.attn_q.weight"))
+
+
+def test_linear_layers_stay_quantised(tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(write_gguf(tmp_path / "m.gguf", weights(), matrices_as(Kind.Q4_1)))
+    weight = checkpoint.linear("model.layers.0.mlp.up_proj")
+    assert isinstance(weight, QuantizedWeight)
+    assert (weight.bits, weight.group_size, weight.K, weight.N) == (4, 32, 64, 96)
+    assert weight.zeros is None
+    embedding = checkpoint.linear("model.embed_tokens")
+    assert isinstance(embedding, QuantizedWeight)
+    assert (embedding.bits, embedding.group_size) == (8, 32)
+    assert checkpoint.report.describe() == "GGUF Q4_1 4-bit, group 32"
+
+
+def test_the_configuration_is_made_from_the_metadata(tmp_path: Path) -> None:
+    tensors = weights()
+    tied = open_checkpoint(write_gguf(tmp_path / "tied.gguf", tensors, {})).config
+    tensors["output.weight"] = tensors["token_embd.weight"] + 1
+    untied = open_checkpoint(write_gguf(tmp_path / "untied.gguf", tensors, {}))
+    assert tied == {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "hidden_act": "silu",
+        "rms_norm_eps": pytest.approx(1e-5),
+        "rope_theta": 50000.0,
+        "max_position_embeddings": 128,
+        "vocab_size": 40,
+        "tie_word_embeddings": True,
+        "attention_bias": False,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    assert untied.config["tie_word_embeddings"] is False
+    assert torch.equal(untied.tensor("lm_head.weight"), torch.from_numpy(tensors["output.weight"]))
+    assert untied.report.describe() == "GGUF, not quantised (F32)"
+
+
+def test_a_tensor_type_not_served_is_refused_by_name(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "m.gguf", weights(), {"blk.0.ffn_up.weight": Kind.Q5_0})
+    with pytest.raises(UnsupportedModelError, match=r"blk\.0\.ffn_up\.weight is Q5_0 .*supported are matrices of Q4_0"):
+        open_checkpoint(path)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "metadata", "extra", "said"),
+    [
+        ("mamba", {}, None, "architecture is 'mamba', served are llama"),
+        ("llama", {"expert_count": 8}, None, "8 experts, only dense"),
+        ("llama", {"rope.dimension_count": 8}, None, "rotates 8 of 16"),
+        ("llama", {}, "rope_freqs.weight", "scales its rotary frequencies"),
+        ("llama", {}, "blk.0.ssm_a.weight", r"tensor blk\.0\.ssm_a\.weight has no place"),
+        ("llama", {"attention.head_count_kv": 1}, None, "has 32 rows, 1 heads of 16 make 16"),
+        ("llama", {"block_count": 10**9}, None, "num_hidden_layers is 1000000000"),
+        ("llama", {"attention.head_count": 0}, None, "attention.head_count is 0, a positive integer"),
+    ],
+)
+def test_what_the_configuration_cannot_carry_is_refused(
+    tmp_path: Path, architecture: str, metadata: dict[str, int], extra: str | None, said: str
+) -> None:
+    tensors = weights()
+    if extra is not None:
+        tensors[extra] = np.ones(8, dtype=np.float32)
+    path = write_gguf(tmp_path / "m.gguf", tensors, {}, architecture=architecture, metadata=metadata)
+    with pytest.raises(CheckpointError, match=said):
+        open_checkpoint(path)
+
+
+def test_one_part_of_a_split_model_is_refused(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "m-00001-of-00003.gguf", weights(), {}, parts=3)
+    with pytest.raises(UnsupportedModelError, match="one of 3 parts"):
+        open_checkpoint(path)
+
+
+def test_a_file_cut_short_anywhere_is_refused_by_name(tmp_path: Path) -> None:
+    whole = write_gguf(tmp_path / "whole.gguf", weights(), matrices_as(Kind.Q4_1)).read_bytes()
+    path = tmp_path / "cut.gguf"
+    for length in [*range(0, 2000, 37), len(whole) // 2, len(whole) - 40_000]:
+        path.write_bytes(whole[:length])
+        with pytest.raises(CheckpointError, match=r"cut\.gguf"):
+            open_checkpoint(path)
+
+
+def test_an_array_that_claims_to_be_endless_is_refused(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "m.gguf", weights(), {})
+    content = bytearray(path.read_bytes())
+    # After the key: the field's type and the elements' type, 4 bytes each, then the count.
+    count = content.index(b"test.bytes") + len(b"test.bytes") + 8
+    assert content[count] == 8
+    content[count : count + 8] = (1 << 60).to_bytes(8, "little")
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match="not a whole GGUF file"):
+        open_checkpoint(path)
+
+
+def test_without_the_gguf_package_the_error_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_gguf(tmp_path / "m.gguf", weights(), {})
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(UnsupportedModelError, match=r"m\.gguf needs the gguf package"):
+        open_checkpoint(path)
+
+
+def test_damaged_headers_end_in_an_error_of_ours_or_a_model(tmp_path: Path) -> None:
+    whole = write_gguf(tmp_path / "whole.gguf", weights(), matrices_as(Kind.Q4_1)).read_bytes()
+    generator = np.random.default_rng(0)
+    path = tmp_path / "damaged.gguf"
+    refused = 0
+    for _ in range(200):
+        damaged = bytearray(whole)
+        for position in generator.integers(0, 2500, 3):
+            damaged[position] = generator.integers(0, 256)
+        path.write_bytes(damaged)
+        try:
+            checkpoint = open_checkpoint(path)
+            for name in checkpoint.names():
+                checkpoint.tensor(name)
+        except ApplianceError:
+            refused += 1
+    assert refused > 50

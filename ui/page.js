@@ -1,0 +1,24 @@
+// The chat shows an encoded form of each message (appliance/ui/text.py); what is copied is the text itself.
+(() => {
+  const decode = (shown) =>
+    shown
+      .replace(/\n?<div class="answer-note[^]*?<\/div>/g, "")
+      .replace(/<details class="reasoning"( open)?><summary>Reasoning<\/summary>\n\n/g, "<think>")
+      .replace(/<details class="reasoning implied"( open)?><summary>Reasoning<\/summary>\n\n/g, "")
+      .replace(/\n\n<\/details>\n\n/g, "</think>")
+      .replace(/\\\(\{\}(.*?)\\\)/g, "$$$1$$")
+      .replace(/&#0060;/g, "<");
+
+  if (navigator.clipboard) {
+    const write = navigator.clipboard.writeText.bind(navigator.clipboard);
+    navigator.clipboard.writeText = (text) => write(decode(text));
+  }
+  // Without a secure context Gradio copies through a text area.
+  document.addEventListener("copy", (event) => {
+    const area = document.activeElement;
+    if (area instanceof HTMLTextAreaElement && area.style.left === "-999999px") {
+      event.clipboardData.setData("text/plain", decode(area.value));
+      event.preventDefault();
+    }
+  });
+})();
