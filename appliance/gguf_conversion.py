@@ -10,41 +10,52 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from appliance.errors import CheckpointError, UnsupportedModelError
-from appliance.model_cache import Progress
+from appliance.errors import ApplianceError, CheckpointError, UnsupportedModelError
+from appliance.model_cache import Progress, disk_full
 
 CONVERSION_VERSION = "1"
 """Raise it when the same .gguf must be converted anew."""
 
 
 def convert_in_subprocess(gguf: Path, folder: Path, progress: Progress) -> None:
-    """Convert `gguf` into the new folder `folder`. Raises CheckpointError with the reason if it cannot be served."""
+    """Convert `gguf` into the new folder `folder`. Raises CheckpointError with the reason if it cannot be served,
+    UsageError if the disk is full.
+    """
     # -P: nothing is imported from the user's working folder.
     command = [sys.executable, "-P", "-m", "appliance.gguf_conversion", str(gguf), str(folder)]
     what = f"Converting {gguf.name}"
     progress(what, 0.0)
-    with subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
+    with (
+        tempfile.TemporaryFile("w+") as errors,
+        subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors, text=True
+        ) as process,
+    ):
         assert process.stdout is not None
-        assert process.stderr is not None
         try:
             for line in process.stdout:
                 message = json.loads(line)
                 if "error" in message:
                     raise CheckpointError(message["error"])
                 progress(what, message["progress"])
-            errors = process.stderr.read().strip()
+            status = process.wait()
         finally:
             process.kill()
-    if process.returncode != 0:
-        raise CheckpointError(
-            f"{gguf} could not be converted: {errors.splitlines()[-1] if errors else 'no reason given'}"
-        )
+        if status != 0:
+            errors.seek(0)
+            raise _failure(gguf, errors.read().strip())
+
+
+def _failure(gguf: Path, errors: str) -> ApplianceError:
+    if "No space left on device" in errors:
+        return disk_full()
+    reason = errors.splitlines()[-1] if errors else "the process was killed; is there too little memory?"
+    return CheckpointError(f"{gguf} could not be converted: {reason}")
 
 
 def convert(gguf: Path, folder: Path, report: Callable[[float], None]) -> None:

