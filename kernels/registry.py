@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from appliance.kernels import cpu_dense, cpu_dequantize, cpu_int4
+from appliance.kernels import cpu_dense, cpu_dequantize, cpu_int4, cpu_onednn
 from appliance.kernels.spec import KernelEntry, LinearSpec, Phase, Target
 
 BOTH = frozenset(Phase)
 
 KERNELS: tuple[KernelEntry, ...] = (
     KernelEntry("cpu_int4", frozenset({Phase.DECODE}), cpu_int4.refuse, cpu_int4.pack),
+    KernelEntry("cpu_onednn", BOTH, cpu_onednn.refuse, cpu_onednn.pack),
     KernelEntry("cpu_dense", BOTH, cpu_dense.refuse, cpu_dense.pack),
     KernelEntry("cpu_dequantize", BOTH, cpu_dequantize.refuse, cpu_dequantize.pack),
 )

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from appliance.errors import CheckpointError
-from appliance.kernels.cpu_dense import DenseLinear
 from appliance.kernels.spec import LinearKernel, Target
 from appliance.quant.checkpoint import Checkpoint
 from appliance.quant.linear import PlannedLinear
@@ -56,18 +55,18 @@ class WeightReader:
         """The output matrix. One on disk is used even if the config says tied (quantisers save it so); else the
         embedding, if tied. Raises CheckpointError if it is neither there nor tied.
         """
+        weight: QuantizedWeight | Tensor = embed
         if self.checkpoint.has_module("lm_head"):
             vocab_size, hidden_size = embed.shape
             weight = self._linear_weight("lm_head", hidden_size, vocab_size)
-            linear = PlannedLinear("lm_head", weight, None, self.target)
-            self.linears.append(linear)
-            return linear.decode
-        if not is_tied:
+        elif not is_tied:
             raise CheckpointError(
                 "The checkpoint has no lm_head and config.json does not tie it to the embedding: "
                 "a file is missing, or 'tie_word_embeddings' should be true."
             )
-        return DenseLinear(embed)
+        linear = PlannedLinear("lm_head", weight, None, self.target)
+        self.linears.append(linear)
+        return linear.decode
 
     def fused(self, prefix: str, outputs: Mapping[str, int], in_features: int, has_bias: bool) -> FusedLinear:
         """Projections `prefix.name` with their numbers of outputs, fused along N where specs and permutations agree."""

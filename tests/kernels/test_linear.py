@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from appliance.errors import UnsupportedModelError
+from appliance.kernels import cpu_onednn
 from appliance.kernels.reference.linear import linear as reference
 from appliance.kernels.registry import KERNELS, NoKernelError, plan_linear
 from appliance.kernels.spec import LinearSpec, Phase, Target
@@ -82,12 +83,22 @@ def test_int4_row_does_not_depend_on_its_neighbours() -> None:
         assert torch.equal(kernel(x[row : row + 1])[0], together[row])
 
 
+@pytest.mark.parametrize(("K", "N"), [(576, 960), (1536, 576), (96, 13)])
+def test_dense_row_does_not_depend_on_its_neighbours(K: int, N: int) -> None:
+    """Neither does a bf16 prefill row, single or not."""
+    kernel = cpu_onednn.pack(torch.randn(N, K, generator=torch.Generator().manual_seed(2)), torch.bfloat16)
+    x = torch.randn(40, K).bfloat16()
+    together = kernel(x)
+    for start, stop in ((0, 1), (3, 5), (7, 24), (39, 40)):
+        assert torch.equal(kernel(x[start:stop]), together[start:stop])
+
+
 def test_mixed_step_runs_each_row_by_its_phase() -> None:
     """Decode rows of a mixed step equal those of a decode-only step bit for bit; so do prefill rows."""
     weight = random_weight(64, 48, 32)
     bias = torch.randn(48)
     layer = PlannedLinear("layer", weight, bias, Target("cpu", torch.bfloat16, True))
-    assert (layer.plan.decode.name, layer.plan.prefill.name) == ("cpu_int4", "cpu_dense")
+    assert (layer.plan.decode.name, layer.plan.prefill.name) == ("cpu_int4", "cpu_onednn")
     x = torch.randn(9, 64).bfloat16()
     mixed = layer(x, 4)
     assert torch.equal(mixed[:4], layer(x[:4], 4))
@@ -101,6 +112,7 @@ def test_plan_names_why_candidates_were_refused() -> None:
     reasons = dict(plan.rejected)
     assert "found 16" in reasons["cpu_int4"]
     assert "dense copy" in reasons["cpu_dense"]
+    assert "dense copy" in reasons["cpu_onednn"]
 
 
 def test_a_layer_that_nothing_runs_is_refused_with_all_reasons() -> None:
