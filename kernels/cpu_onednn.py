@@ -22,7 +22,7 @@ class OneDnnLinear:
     def __init__(self, weight: Tensor) -> None:
         self.nbytes = weight.nbytes
         self.packed = torch.ops.mkldnn._reorder_linear_weight(weight, 16)
-        # oneDNN takes another algorithm for a single row of some shapes; such a row is computed beside a copy of itself.
+        # oneDNN has another algorithm for a single row of some shapes: such a row runs beside a copy of itself.
         self.pairs_single_rows = self._single_row_differs(weight.shape[1])
 
     def __call__(self, x: Tensor) -> Tensor:

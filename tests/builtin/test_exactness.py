@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +17,7 @@ from appliance.config import EngineConfig
 from appliance.engine.core import EngineCore
 from appliance.sampling_params import SamplingParams
 from tests.builtin.reference import load_reference
+from tests.builtin.serving import serving
 from tests.prose import PASSAGES
 
 NUM_TOKENS = 24
@@ -93,25 +91,8 @@ def test_engine_equals_transformers_however_it_is_scheduled(
 
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[str]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "appliance", "serve", str(folder), "--port", str(port)]
-    command += ["--dtype", "float32", "--kv-cache-memory", "512MiB"]
-    base = f"http://127.0.0.1:{port}"
-    with subprocess.Popen(command, stdin=subprocess.DEVNULL) as process:
-        try:
-            for _ in range(600):
-                try:
-                    if httpx.get(f"{base}/health").status_code == 200:
-                        break
-                except httpx.TransportError:
-                    assert process.poll() is None, "the server ended"
-                asyncio.run(asyncio.sleep(0.1))
-            yield base
-        finally:
-            process.terminate()
-            process.wait(30)
+    with serving(folder, "--dtype", "float32", "--kv-cache-memory", "512MiB") as running:
+        yield running.base
 
 
 async def test_http_equals_transformers(server: str, tokenizer: Any, expected: list[list[int]]) -> None:
