@@ -40,10 +40,12 @@ def eos_token_ids(model: str | Path) -> tuple[int, ...]:
 
 
 def default_sampling(model: str | Path) -> dict[str, float]:
-    """temperature, top_p, top_k, min_p and repetition_penalty of generation_config.json, as far as it names them."""
+    """temperature, top_p, top_k, min_p and repetition_penalty of generation_config.json, as far as it names them; an
+    explicit `do_sample: false` is temperature 0.
+    """
     config = _read(Path(model), "generation_config.json")
     if config.get("do_sample") is False:
-        return {}
+        config["temperature"] = 0.0
     return {
         key: config[key]
         for key in SAMPLING_KEYS

@@ -29,7 +29,7 @@ UPDATE_SECONDS = 0.05
 HEARTBEAT_SECONDS = 1.0
 """Gradio looks whether the page is still there when an update is made, so a request that waits makes some too."""
 
-DEFAULT_TEMPERATURE = 1.0
+DEFAULT_TEMPERATURE = 0.7
 """Of a model whose generation_config.json names none."""
 
 _logger = logging.getLogger(__name__)

@@ -30,6 +30,7 @@ class Index:
         self.conversions += 1
         folder.mkdir()
         (folder / "config.json").write_text("{}")
+        (folder / "generation_config.json").write_text("{}")
 
     def model(self) -> Path:
         return built_in_model(lambda what, fraction: self.progress.append((what, fraction)))

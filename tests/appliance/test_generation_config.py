@@ -29,7 +29,7 @@ def test_default_sampling_is_the_makers_advice(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text(json.dumps(advice))
     assert default_sampling(tmp_path) == {"temperature": 0.6, "top_k": 20, "top_p": 0.95}
     (tmp_path / "generation_config.json").write_text(json.dumps({**advice, "do_sample": False}))
-    assert default_sampling(tmp_path) == {}
+    assert default_sampling(tmp_path) == {"temperature": 0.0, "top_k": 20, "top_p": 0.95}
 
 
 def test_default_sampling_is_empty_without_the_file(tmp_path: Path) -> None:

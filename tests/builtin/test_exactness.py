@@ -28,6 +28,7 @@ QUESTIONS = (
     "How many days are in a week?",
     *(f"Summarise this in one sentence: {passage}" for passage in PASSAGES),
 )
+PLAIN = {"temperature": 0, "repetition_penalty": 1.0}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS)
 
 
@@ -101,7 +102,7 @@ async def test_http_equals_transformers(server: str, tokenizer: Any, expected: l
 
     def body(question: str, **more: Any) -> Mapping[str, Any]:
         messages = [{"role": "user", "content": question}]
-        return {"messages": messages, "temperature": 0, "max_tokens": NUM_TOKENS, **more}
+        return {"messages": messages, **PLAIN, "max_tokens": NUM_TOKENS, **more}
 
     async with httpx.AsyncClient(base_url=server, timeout=120) as client:
 

@@ -4,7 +4,7 @@ import subprocess
 import sys
 import time
 
-import psutil  # type: ignore[import-untyped]
+import psutil
 import pytest
 
 SERVER = """
