@@ -45,10 +45,19 @@ class EngineConfig:
             raise UsageError(f"device {self.device!r} is not known: use auto, cpu or cuda")
         if self.block_size not in (16, 32, 64):
             raise UsageError(f"block size {self.block_size} is not supported: use 16, 32 or 64")
-        for name in ("max_model_len", "num_kv_blocks", "kv_cache_bytes", "max_num_seqs", "max_num_batched_tokens"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UsageError(f"{name} must be at least 1, found {value}")
+        if not isinstance(self.enable_prefix_caching, bool):
+            raise UsageError(f"enable_prefix_caching must be true or false, found {self.enable_prefix_caching!r}")
+        for name in ("max_model_len", "num_kv_blocks", "kv_cache_bytes"):
+            if getattr(self, name) is not None:
+                self._check_integer(name, 1)
+        for name in ("max_num_seqs", "max_num_batched_tokens", "max_waiting"):
+            self._check_integer(name, 1)
+        self._check_integer("num_threads", 0)
+
+    def _check_integer(self, name: str, least: int) -> None:
+        value = getattr(self, name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise UsageError(f"{name} must be an integer of at least {least}, found {value!r}")
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self))

@@ -6,6 +6,8 @@ a streamed answer and a whole one are equal.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from appliance.client import FinishReason, RequestOutput, Usage
 from appliance.engine.request import StepOutput
 from appliance.sampling_params import SamplingParams
@@ -91,7 +93,7 @@ class IncrementalDecoder:
 class StopStrings:
     """Finds the first stop string in a growing text, and keeps back whatever may become one."""
 
-    def __init__(self, strings: tuple[str, ...]) -> None:
+    def __init__(self, strings: Sequence[str]) -> None:
         self._strings = strings
         self._first_characters = frozenset(string[0] for string in strings)
         self._longest = max(map(len, strings), default=0)

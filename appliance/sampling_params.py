@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
 from appliance.errors import InvalidRequestError
 
 MAX_TOKENS_LIMIT = 1 << 20
 """No context served here is longer; a larger max_tokens is a mistake, not a wish."""
+
+
+OutputKind = Literal["delta", "cumulative"]
 
 
 def _check_float(name: str, value: Any, low: float, high: float) -> None:
@@ -29,12 +33,19 @@ def _check_int(name: str, value: Any, low: int, high: int) -> None:
         raise InvalidRequestError(f"{name} must be an integer between {low} and {high}, found {value!r}", param=name)
 
 
+def _as_tuple(name: str, value: Any) -> tuple[Any, ...]:
+    if not isinstance(value, list | tuple):
+        raise InvalidRequestError(f"{name} must be a list or a tuple, found {value!r:.200}", param=name)
+    return tuple(value)
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """Sampling wishes of one request.
 
     temperature 0 is greedy; top_k 0 or -1, top_p 1 and min_p 0 are off. max_tokens None means the rest of the
-    context. seed None draws one per request. Stop strings are literals.
+    context. seed None draws one per request. Stop strings are literals; a single one may be given bare. output_kind is
+    for `AsyncLLMEngine` alone: each of its outputs holds what is new, or the whole answer so far.
 
     Raises InvalidRequestError naming the field, the limit and the value.
     """
@@ -49,11 +60,13 @@ class SamplingParams:
     seed: int | None = None
     max_tokens: int | None = None
     min_tokens: int = 0
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
+    stop: Sequence[str] = ()
+    """A tuple once constructed, as is the next one."""
+    stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
+    output_kind: OutputKind = "delta"
 
     def __post_init__(self) -> None:
         _check_float("temperature", self.temperature, 0.0, 100.0)
@@ -70,14 +83,34 @@ class SamplingParams:
                 raise InvalidRequestError(
                     f"min_tokens {self.min_tokens} is larger than max_tokens {self.max_tokens}", param="min_tokens"
                 )
+        if self.seed is not None:
+            _check_int("seed", self.seed, -(1 << 63), (1 << 64) - 1)
+        # msgspec and callers give lists; tuples make the value hashable.
+        object.__setattr__(self, "stop", _as_tuple("stop", [self.stop] if isinstance(self.stop, str) else self.stop))
+        object.__setattr__(self, "stop_token_ids", _as_tuple("stop_token_ids", self.stop_token_ids))
         if len(self.stop) > 64 or any(not isinstance(s, str) or not s or len(s) > 1000 for s in self.stop):
             raise InvalidRequestError("stop must be at most 64 strings of 1 to 1000 characters", param="stop")
         if len(self.stop_token_ids) > 256:
             raise InvalidRequestError("stop_token_ids must name at most 256 tokens", param="stop_token_ids")
         for token in self.stop_token_ids:
             _check_int("stop_token_ids", token, 0, (1 << 31) - 1)
+        if self.output_kind not in get_args(OutputKind):
+            raise InvalidRequestError(
+                f"output_kind must be delta or cumulative, found {self.output_kind!r}", param="output_kind"
+            )
 
     @property
     def is_greedy(self) -> bool:
         """True where every draw would give the most likely token: the temperatures at which softmax has one winner."""
         return self.temperature < 1e-5 or self.top_k == 1 or self.top_p < 1e-5
+
+
+def params_or_defaults(params: SamplingParams | None, defaults: Mapping[str, float]) -> SamplingParams:
+    """None is what a model's makers suggest: `ModelInfo.default_sampling`. Raises InvalidRequestError."""
+    if params is None:
+        return SamplingParams(**defaults)  # type: ignore[arg-type]  # top_k is checked to be an integer
+    if not isinstance(params, SamplingParams):
+        raise InvalidRequestError(
+            f"sampling_params must be a SamplingParams, found {type(params).__name__}", param="sampling_params"
+        )
+    return params
