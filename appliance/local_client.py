@@ -8,17 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import itertools
 import logging
 import uuid
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from appliance.chat_template import ChatTemplate
 from appliance.client import EngineState, EngineStats, Health, ModelInfo, Priority
 from appliance.config import EngineConfig
 from appliance.detokenizer import Detokenizer
@@ -31,30 +28,16 @@ from appliance.errors import (
     EngineLoadingError,
     InvalidRequestError,
 )
-from appliance.generation_config import default_sampling
+from appliance.model_text import ModelText
+from appliance.prompts import check_token_ids
 from appliance.request_stream import LocalRequestStream
 from appliance.sampling_params import SamplingParams
-from appliance.tokenizer import Tokenizer
 
 _TEXT_THREADS = 2
 
 _Result = TypeVar("_Result")
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class _TextFiles:
-    """What a model folder says about text."""
-
-    tokenizer: Tokenizer
-    chat_template: ChatTemplate | None
-    default_sampling: dict[str, float]
-
-    @classmethod
-    def load(cls, folder: str) -> _TextFiles:
-        tokenizer = Tokenizer.load(folder)
-        return cls(tokenizer, ChatTemplate.load(folder, tokenizer.special_tokens), default_sampling(folder))
 
 
 class LocalClient:
@@ -79,7 +62,7 @@ class LocalClient:
             command=engine_command,
         )
         self._pool = ThreadPoolExecutor(_TEXT_THREADS, thread_name_prefix="text")
-        self._text: _TextFiles | None = None
+        self._text: ModelText | None = None
         self._stats = EngineStats()
         self._numbers = itertools.count()
         self._streams: weakref.WeakValueDictionary[str, LocalRequestStream] = weakref.WeakValueDictionary()
@@ -95,9 +78,7 @@ class LocalClient:
         info, text = self._engine.model_info, self._text
         if info is None or text is None:
             return None
-        return dataclasses.replace(
-            info, has_chat_template=text.chat_template is not None, default_sampling=text.default_sampling
-        )
+        return text.describe(info)
 
     @property
     def stats(self) -> EngineStats:
@@ -128,14 +109,9 @@ class LocalClient:
     ) -> list[int]:
         """See `EngineClient.encode_chat`."""
         text = self._loaded_text()
-        tokenizer, template = text.tokenizer, text.chat_template
-        if template is None:
-            raise InvalidRequestError(
-                "This model has no chat template: send a prompt to /v1/completions instead, or put the template that "
-                "belongs to the model into its folder as chat_template.jinja.",
-                param="messages",
-            )
-        return await self._in_pool(lambda: tokenizer.encode_rendered(template.render(messages, template_kwargs or {})))
+        return await self._in_pool(
+            lambda: text.tokenizer.encode_rendered(text.render_chat(messages, template_kwargs or {}))
+        )
 
     async def encode_text(self, text: str) -> list[int]:
         """See `EngineClient.encode_text`."""
@@ -156,7 +132,7 @@ class LocalClient:
         tokenizer, info = self._loaded_text().tokenizer, self._engine.model_info
         assert info is not None, "an engine that is ready has said what it loaded"
         prompt = list(prompt_token_ids)
-        _check_prompt(prompt, info.vocab_size, param)
+        check_token_ids(prompt, info.vocab_size, param)
         request_id = request_id or uuid.uuid4().hex
         # Two live requests may bear one id: the engine knows them by a number of ours.
         engine_id = f"{request_id}#{next(self._numbers)}"
@@ -177,13 +153,19 @@ class LocalClient:
             del self._submissions[engine_id]
         return stream
 
+    async def abort(self, request_id: str) -> None:
+        """End all live requests of this id; their streams end without a last output. None is fine."""
+        for stream in list(self._streams.values()):
+            if stream.request_id == request_id:
+                await stream.aclose()
+
     async def _load_text(self) -> None:
-        self._text = await self._in_pool(lambda: _TextFiles.load(self._config.model))
+        self._text = await self._in_pool(lambda: ModelText.load(self._config.model))
 
     async def _in_pool(self, call: Callable[[], _Result]) -> _Result:
         return await asyncio.get_running_loop().run_in_executor(self._pool, call)
 
-    def _loaded_text(self) -> _TextFiles:
+    def _loaded_text(self) -> ModelText:
         if self._engine.health.state is not EngineState.RESTARTING:  # text can be encoded meanwhile
             self._check_ready()
         if self._text is None:
@@ -236,13 +218,3 @@ class LocalClient:
         for stream in list(self._streams.values()):
             stream.fail(error)
         self._stats = EngineStats()
-
-
-def _check_prompt(prompt: list[int], vocab_size: int, param: str) -> None:
-    if not prompt:
-        raise InvalidRequestError("The prompt is empty: at least one token is needed.", param=param)
-    if min(prompt) < 0 or max(prompt) >= vocab_size:
-        wrong = next(token for token in prompt if not 0 <= token < vocab_size)
-        raise InvalidRequestError(
-            f"Token id {wrong} is out of range: the model knows 0 to {vocab_size - 1}.", param=param
-        )

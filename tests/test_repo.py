@@ -29,18 +29,20 @@ MAY_IMPORT = {
     "quant": {"base", "kernels"},
     "models": {"base", "kernels", "quant"},
     "engine": {"base", "kernels", "quant", "models"},
-    "local_client": {"base", "engine"},
+    "model_source": {"base", "kernels", "quant", "models"},
+    "local_client": {"base", "engine", "model_source"},
     "server": {"base"},
     "ui": {"base"},
-    "cli": {"base", "kernels", "quant", "models", "engine", "local_client", "server", "ui"},
+    "cli": {"base", "kernels", "quant", "models", "engine", "model_source", "local_client", "server", "ui"},
 }
 ROOM_OF_MODULE = {
     **dict.fromkeys(("kernels", "quant", "models", "engine", "server", "ui"), None),
     **dict.fromkeys(("local_client", "engine_process", "request_stream"), "local_client"),
     **dict.fromkeys(("chat_template", "detokenizer", "tokenizer"), "local_client"),
-    **dict.fromkeys(("llm", "async_llm_engine"), "local_client"),
+    **dict.fromkeys(("model_text", "__init__", "llm", "async_llm_engine", "client_thread"), "local_client"),
+    "engine_arguments": "local_client",
     **dict.fromkeys(("cli", "__main__", "serve", "settings", "startup_display"), "cli"),
-    **dict.fromkeys(("builtin_model", "gguf_conversion", "model_cache", "model_source"), "cli"),
+    **dict.fromkeys(("builtin_model", "gguf_conversion", "model_cache", "model_source"), "model_source"),
 }
 WITHOUT_TORCH = ("request", "scheduler", "block_manager")
 NOT_ON_A_GPU_BOX = (

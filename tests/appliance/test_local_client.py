@@ -292,8 +292,9 @@ def test_the_front_imports_neither_torch_nor_transformers(folder: Path) -> None:
     """They cost seconds and hundreds of megabytes; the front process has no use for them."""
     program = f"""
 import sys
-from appliance.local_client import LocalClient, _TextFiles
-files = _TextFiles.load({str(folder)!r})
+from appliance.async_llm_engine import AsyncLLMEngine
+from appliance.model_text import ModelText
+files = ModelText.load({str(folder)!r})
 assert files.chat_template is not None
 rendered = files.chat_template.render([{{"role": "user", "content": "hello"}}], {{}})
 assert files.tokenizer.decode(files.tokenizer.encode_rendered(rendered))
