@@ -6,6 +6,7 @@ Knows how requests of the caller's event loop, whichever that is, meet a client 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import weakref
 from collections.abc import AsyncGenerator, Callable, Mapping
@@ -141,11 +142,12 @@ class _Answer:
 async def _pump(stream: LocalRequestStream, deliver: Callable[[_Item], object]) -> None:
     """Hand a stream's outputs to another event loop; one call an output, where asking for each would be two."""
     last: ApplianceError | None = None
-    try:
-        async for increment in stream:
-            deliver(increment)
-    except ApplianceError as error:
-        last = error
-    finally:
-        await stream.aclose()
-        deliver(last)  # raises if that loop is closed: nobody waits then
+    with contextlib.suppress(RuntimeError):  # of deliver, when that loop is closed: nobody waits there any more
+        try:
+            async for increment in stream:
+                deliver(increment)
+        except ApplianceError as error:
+            last = error
+        finally:
+            await stream.aclose()
+            deliver(last)

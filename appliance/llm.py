@@ -87,11 +87,7 @@ class LLM:
 
         Raises UsageError if a setting is wrong, CheckpointError if the model cannot be loaded.
         """
-        settings |= {
-            "max_model_len": max_model_len,
-            "dtype": dtype,
-            "enable_prefix_caching": enable_prefix_caching,
-        }
+        settings |= {"max_model_len": max_model_len, "dtype": dtype, "enable_prefix_caching": enable_prefix_caching}
         config = engine_config(model, settings)
         self._text = ModelText.load(config.model)
         self._core = EngineCore.load(config)

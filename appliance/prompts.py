@@ -73,7 +73,8 @@ def blame(error: InvalidRequestError, param: str) -> None:
 
 def _read_dict(value: Mapping[str, Any]) -> Prompt:
     text, token_ids = value.get("prompt"), value.get("prompt_token_ids")
-    if not value or not value.keys() <= _KEYS or not isinstance(text, str | None) or (text is None) > bool(token_ids):
+    is_empty = text is None and token_ids is None
+    if is_empty or not value.keys() <= _KEYS or not isinstance(text, str | None):
         raise InvalidRequestError(
             f"a prompt's dict holds 'prompt', a string, or 'prompt_token_ids', a list, found {dict(value)!r:.200}",
             param="prompt",

@@ -89,6 +89,10 @@ def engine_processes() -> set[psutil.Process]:
     return {p for p in psutil.Process().children() if "appliance.engine" in p.cmdline()}
 
 
+def client_threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name == "engine client"}
+
+
 async def test_joined_deltas_are_the_answer(engine: AsyncLLMEngine, expected: dict[str, str]) -> None:
     answers = await asyncio.gather(*[answer(engine, prompt) for prompt in PROMPTS])
     assert dict(zip(PROMPTS, answers, strict=True)) == expected
@@ -174,6 +178,20 @@ def test_one_engine_serves_one_event_loop_after_another(engine: AsyncLLMEngine, 
     asyncio.run(begin())
     asyncio.run(assert_idle(engine))
     assert engine_processes() == before
+
+
+def test_a_loop_closed_over_a_request_ends_it_quietly(engine: AsyncLLMEngine, caplog: pytest.LogCaptureFixture) -> None:
+    async def be_busy() -> None:
+        time.sleep(0.2)  # the client hears of the end of the loop after it
+
+    async def begin() -> None:
+        await anext(engine.generate("hello", ENDLESS))
+        engine._thread.submit(be_busy())
+
+    asyncio.run(begin())
+    asyncio.run(assert_idle(engine))
+    gc.collect()
+    assert not caplog.messages
 
 
 def test_one_engine_serves_several_event_loops_at_once(engine: AsyncLLMEngine, expected: dict[str, str]) -> None:
@@ -266,7 +284,7 @@ asyncio.run(main())
 
 
 def test_a_model_that_cannot_be_loaded_is_told_at_once_and_leaves_nothing(folder: Path, tmp_path: Path) -> None:
-    threads, processes = threading.active_count(), engine_processes()
+    threads, processes = client_threads(), engine_processes()
     broken = save_tiny_model(tmp_path / "broken")
     next(broken.glob("*.safetensors")).write_bytes(b"not tensors")
     with pytest.raises(CheckpointError):
@@ -274,4 +292,4 @@ def test_a_model_that_cannot_be_loaded_is_told_at_once_and_leaves_nothing(folder
     with pytest.raises(UsageError, match="no setting has this name"):
         AsyncLLMEngine.from_engine_args({"model": str(folder), "tensor_parallel_size": 2})
     assert engine_processes() == processes
-    assert threading.active_count() == threads
+    assert client_threads() == threads

@@ -123,6 +123,8 @@ def test_every_form_of_a_prompt_is_the_same_prompt(llm: LLM) -> None:
         ([5] * 300, ContextLengthError, "maximum context length is 256"),
         (5.0, InvalidRequestError, "found float"),
         ({"text": "hello"}, InvalidRequestError, "a prompt's dict holds 'prompt'"),
+        ({"prompt": None}, InvalidRequestError, "a prompt's dict holds 'prompt'"),
+        ({"prompt_token_ids": []}, InvalidRequestError, "The prompt is empty"),
         ({"prompt_token_ids": [5, "x"]}, InvalidRequestError, "token ids are a list of integers"),
     ],
 )
