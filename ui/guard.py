@@ -11,12 +11,12 @@ from collections.abc import MutableMapping
 from typing import Any
 
 import gradio as gr
-from starlette.responses import PlainTextResponse
+from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 _logger = logging.getLogger(__name__)
 
-_ALLOWED_API = ("queue/join", "queue/data", "run/predict", "cancel", "reset", "heartbeat/", "startup-events")
+_ALLOWED_API = ("queue/join", "queue/data", "run/predict", "cancel", "reset", "startup-events")
 
 # Gradio's page starts with inline scripts and sets styles inline. connect-src and img-src keep an image or a link in
 # a model's answer from carrying the chat to another host.
@@ -52,6 +52,11 @@ class GradioGuard:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
+            return
+        if scope["path"].startswith(self._api + "heartbeat/"):
+            # Gradio keeps this open as long as the page, and a browser opens six connections to a host in all: the
+            # sixth tab would not load. A page that leaves is noticed by its answer's own connection.
+            await Response(b"data: ALIVE\n\n", media_type="text/event-stream")(scope, receive, send)
             return
         if self._is_refused(scope["path"]):
             await PlainTextResponse("Not found", status_code=404)(scope, receive, send)
