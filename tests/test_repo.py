@@ -32,10 +32,11 @@ MAY_IMPORT = {
     "local_client": {"base", "engine"},
     "server": {"base"},
     "ui": {"base"},
-    "cli": {"base", "kernels", "quant", "models", "engine", "local_client", "server", "ui"},
+    "bench": {"base"},
+    "cli": {"base", "kernels", "quant", "models", "engine", "local_client", "server", "ui", "bench"},
 }
 ROOM_OF_MODULE = {
-    **dict.fromkeys(("kernels", "quant", "models", "engine", "server", "ui"), None),
+    **dict.fromkeys(("kernels", "quant", "models", "engine", "server", "ui", "bench"), None),
     **dict.fromkeys(("local_client", "engine_process", "request_stream"), "local_client"),
     **dict.fromkeys(("chat_template", "detokenizer", "tokenizer"), "local_client"),
     **dict.fromkeys(("llm", "async_llm_engine"), "local_client"),
