@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy
+from rich.box import SIMPLE
 from rich.table import Table
 
 from appliance.bench.load import Answer, LoadSpec, Run
@@ -102,15 +103,15 @@ class Report:
         return {"load": load, "results": asdict(self)}
 
     def table(self) -> Table:
-        table = Table(title=f"{self.num_ok} answers in {self.duration_s:.2f} s", title_justify="left")
+        table = Table(title=f"{self.num_ok} answers in {self.duration_s:.2f} s", title_justify="left", box=SIMPLE)
         table.add_column("milliseconds")
         columns = ("mean", *(f"p{percent}" for percent in PERCENTILES), "max")
         for column in columns:
             table.add_column(column, justify="right")
         for name, spread in (
-            ("time to first token", self.ttft),
-            ("time per output token", self.tpot),
-            ("inter-token latency", self.itl),
+            ("first token", self.ttft),
+            ("per output token", self.tpot),
+            ("between tokens", self.itl),
             ("end to end", self.e2e),
         ):
             if spread is not None:

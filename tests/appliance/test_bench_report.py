@@ -105,7 +105,7 @@ def test_the_last_line_is_one_json_document(tmp_path: Path) -> None:
         result = bench("serve", "--base-url", url, *flags, "--json", "--save", str(first))
         bench("serve", "--base-url", url, *flags, "--save", str(second))
     assert result.returncode == 0, result.stderr
-    assert "time to first token" in result.stdout
+    assert "per output token" in result.stdout
     document = json.loads(result.stdout.splitlines()[-1])
     assert document["load"]["model"] == "a/model"
     assert document["load"]["prompt_words"] == "20-30"
