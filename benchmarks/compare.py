@@ -252,6 +252,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             num_requests=options.num_requests,
             stream=options.stream,
         )
+        if options.rounds < 1:
+            raise UsageError(f"rounds must be at least 1, found {options.rounds}")
         found = compare(peers, spec, options.concurrency, options.rounds, options.start_timeout)
     except ApplianceError as error:
         _say(f"error: {error.message}")

@@ -50,9 +50,9 @@ async def test_times_are_those_of_the_pieces() -> None:
     with scripted_server(script) as (endpoint, _):
         run = await run_load(endpoint, load_spec(num_requests=1))
     [answer] = run.answers
-    expected = [0.2, 0.3, 0.6]
-    assert [when - answer.due for when in answer.arrivals] == pytest.approx(expected, abs=0.08)
-    assert answer.ended - answer.due == pytest.approx(0.7, abs=0.08)
+    found = [when - answer.due for when in (*answer.arrivals, answer.ended)]
+    for seconds, slept in zip(found, [0.2, 0.3, 0.6, 0.7], strict=True):
+        assert slept <= seconds < slept + 0.5
     assert (answer.prompt_tokens, answer.output_tokens) == (10, 3)
 
 
@@ -107,19 +107,11 @@ async def test_warm_up_is_sent_and_not_counted() -> None:
 
 
 async def test_a_closed_loop_keeps_its_number_in_flight() -> None:
-    most = 0
-    client = FakeEngineClient(delay=0.01)
-    with socket_server(client) as port:
-
-        def watch(_: object) -> None:
-            nonlocal most
-            most = max(most, len(client.running))
-
-        run = await run_load(endpoint_of(port), load_spec(concurrency=4, num_requests=16), watch)
-    assert most in (3, 4)
-    for answer in run.answers:
-        overlapping = sum(o.due <= answer.due < o.ended for o in run.answers)
-        assert overlapping <= 4
+    with socket_server(FakeEngineClient(delay=0.02)) as port:
+        run = await run_load(endpoint_of(port), load_spec(concurrency=4, num_requests=16))
+    in_flight = [sum(o.due <= answer.due < o.ended for o in run.answers) for answer in run.answers]
+    assert max(in_flight) == 4
+    assert all(number == 4 for number in in_flight[4:]), "an answer is followed by the next request at once"
 
 
 async def test_a_duration_ends_the_sending_and_waits_for_what_runs() -> None:
