@@ -15,6 +15,7 @@ from pydantic import ByteSize
 from pydantic.fields import FieldInfo
 
 from appliance import __version__
+from appliance.bench.command import app as bench_app
 from appliance.errors import ApplianceError
 from appliance.settings import Settings, flag_of
 
@@ -26,6 +27,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
+app.add_typer(bench_app, name="bench")
 
 
 def _plain_type(annotation: Any) -> Any:

@@ -84,6 +84,13 @@ class ModelInfo:
     block_size: int
     has_chat_template: bool
     weight_bytes: int = 0
+    """Of all packed weights, counted."""
+    kv_cache_bytes: int = 0
+    """Of the whole KV pool; on a CPU a page is taken when it is first written."""
+    available_bytes: int = 0
+    """Memory that could be taken before the model was loaded."""
+    resident_bytes: int = 0
+    """Memory that the engine process really held once it was loaded."""
     warnings: tuple[str, ...] = ()
     default_sampling: Mapping[str, float] = field(default_factory=dict)
     """temperature, top_p, top_k... of the model's generation_config.json."""

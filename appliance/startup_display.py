@@ -22,10 +22,16 @@ def ready_text(info: ModelInfo, settings: Settings, port: int) -> str:
         "format": info.format,
         "kernels": f"{', '.join(info.kernels)}; {info.dtype} on {info.device}",
         "context": f"{info.max_model_len} tokens; {room} into the KV cache at once",
+        "memory": f"weights {_size(info.weight_bytes)} + KV cache {_size(info.kv_cache_bytes)} of "
+        f"{_size(info.available_bytes)} available; the engine holds {_size(info.resident_bytes)} now",
     }
     lines = [f"  {name:<8} {text}" for name, text in rows.items() if text]
     lines += [f"  warning  {warning}" for warning in info.warnings]
     return "\n".join(["Ready.", *lines, "Press Ctrl-C to stop."])
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / (1 << 30):.1f} GiB" if num_bytes >= 1 << 30 else f"{num_bytes / (1 << 20):.0f} MiB"
 
 
 class StartupDisplay:

@@ -33,10 +33,11 @@ MAY_IMPORT = {
     "local_client": {"base", "engine", "model_source"},
     "server": {"base"},
     "ui": {"base"},
-    "cli": {"base", "kernels", "quant", "models", "engine", "model_source", "local_client", "server", "ui"},
+    "bench": {"base"},
+    "cli": {"base", "kernels", "quant", "models", "engine", "model_source", "local_client", "server", "ui", "bench"},
 }
 ROOM_OF_MODULE = {
-    **dict.fromkeys(("kernels", "quant", "models", "engine", "server", "ui"), None),
+    **dict.fromkeys(("kernels", "quant", "models", "engine", "server", "ui", "bench"), None),
     **dict.fromkeys(("local_client", "engine_process", "request_stream"), "local_client"),
     **dict.fromkeys(("chat_template", "detokenizer", "tokenizer"), "local_client"),
     **dict.fromkeys(("model_text", "__init__", "llm", "async_llm_engine", "client_thread"), "local_client"),

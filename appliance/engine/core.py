@@ -55,6 +55,9 @@ class EngineCore:
             block_size=layout.block_size,
             has_chat_template=False,
             weight_bytes=loaded.weight_bytes,
+            kv_cache_bytes=runner.cache.nbytes,
+            available_bytes=loaded.available_bytes,
+            resident_bytes=loaded.resident_bytes,
             warnings=loaded.warnings,
         )
 

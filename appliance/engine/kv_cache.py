@@ -45,6 +45,12 @@ def available_memory() -> int:
     return max(available, 0)
 
 
+def resident_memory() -> int:
+    """Bytes of physical memory that this process holds (VmRSS of /proc/self/status)."""
+    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(fields["VmRSS"].split()[0]) * 1024
+
+
 def plan_cache(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, available_bytes: int) -> CachePlan:
     """How many blocks, and the context they allow. A wish beyond the model or the pool is cut, with a warning.
 

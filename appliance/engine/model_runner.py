@@ -13,7 +13,7 @@ from torch import Tensor
 
 from appliance.config import EngineConfig
 from appliance.engine.input_batch import InputBatch
-from appliance.engine.kv_cache import CachePlan, allocate_cache, available_memory, plan_cache
+from appliance.engine.kv_cache import CachePlan, allocate_cache, available_memory, plan_cache, resident_memory
 from appliance.errors import UsageError
 from appliance.kernels.cpu_attention import CpuAttention
 from appliance.kernels.spec import Target
@@ -45,6 +45,10 @@ class LoadedModel:
     kernels: tuple[str, ...]
     dtype: torch.dtype
     weight_bytes: int
+    available_bytes: int
+    """Before the load."""
+    resident_bytes: int
+    """After it: weights, libraries and whatever else the process holds; of the KV pool only what has been written."""
     vocab_size: int
     content_digest: bytes
     """Stands for weights, configuration and KV dtype in the keys of the prefix cache."""
@@ -92,6 +96,8 @@ class ModelRunner:
             kernels=reader.kernel_names,
             dtype=dtype,
             weight_bytes=reader.nbytes,
+            available_bytes=available,
+            resident_bytes=resident_memory(),
             vocab_size=model_config.vocab_size,
             content_digest=_content_digest(Path(config.model), dtype, reader.kernel_names),
             warnings=(*warnings, *checkpoint.report.warnings, *self.plan.warnings),
