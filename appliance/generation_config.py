@@ -1,7 +1,8 @@
-"""What a model folder says about generating: the tokens that end an answer and the sampling its makers suggest.
+"""What a model folder says about generating: the tokens there are, those that end an answer, the sampling its makers
+suggest.
 
-Reads generation_config.json, config.json, tokenizer_config.json and the added tokens of tokenizer.json. Standard
-library only: the engine process needs the ending tokens and has no tokenizer.
+Reads generation_config.json, config.json, tokenizer_config.json and the tokens of tokenizer.json. Standard library
+only: the engine process needs the tokens' numbers and has no tokenizer.
 """
 
 from __future__ import annotations
@@ -37,6 +38,20 @@ def eos_token_ids(model: str | Path) -> tuple[int, ...]:
         added = _read(folder, "tokenizer.json").get("added_tokens", [])
         found.update(entry["id"] for entry in added if entry.get("content") == content)
     return tuple(sorted(found))
+
+
+def tokenizer_vocab_size(model: str | Path) -> int | None:
+    """One more than the highest token id of tokenizer.json, its added tokens included; None where it names no tokens.
+
+    An embedding often has more rows, for speed: no text belongs to those.
+    """
+    tokenizer = _read(Path(model), "tokenizer.json")
+    section = tokenizer.get("model")
+    vocab = section.get("vocab") if isinstance(section, dict) else None
+    # Unigram lists [token, score] in order of id, the others map token to id.
+    ids = list(vocab.values()) if isinstance(vocab, dict) else list(range(len(vocab or ())))
+    ids += [entry.get("id") for entry in tokenizer.get("added_tokens") or () if isinstance(entry, dict)]
+    return max((token for token in ids if isinstance(token, int)), default=-1) + 1 or None
 
 
 def default_sampling(model: str | Path) -> dict[str, float]:

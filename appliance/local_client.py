@@ -156,7 +156,10 @@ class LocalClient:
         tokenizer, info = self._loaded_text().tokenizer, self._engine.model_info
         assert info is not None, "an engine that is ready has said what it loaded"
         prompt = list(prompt_token_ids)
-        _check_prompt(prompt, info.vocab_size, param)
+        if not prompt:
+            raise InvalidRequestError("The prompt is empty: at least one token is needed.", param=param)
+        _check_token_ids(prompt, info.vocab_size, param)
+        _check_token_ids(params.stop_token_ids, info.vocab_size, "stop_token_ids")
         request_id = request_id or uuid.uuid4().hex
         # Two live requests may bear one id: the engine knows them by a number of ours.
         engine_id = f"{request_id}#{next(self._numbers)}"
@@ -238,11 +241,9 @@ class LocalClient:
         self._stats = EngineStats()
 
 
-def _check_prompt(prompt: list[int], vocab_size: int, param: str) -> None:
-    if not prompt:
-        raise InvalidRequestError("The prompt is empty: at least one token is needed.", param=param)
-    if min(prompt) < 0 or max(prompt) >= vocab_size:
-        wrong = next(token for token in prompt if not 0 <= token < vocab_size)
+def _check_token_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> None:
+    if token_ids and (min(token_ids) < 0 or max(token_ids) >= vocab_size):
+        wrong = next(token for token in token_ids if not 0 <= token < vocab_size)
         raise InvalidRequestError(
             f"Token id {wrong} is out of range: the model knows 0 to {vocab_size - 1}.", param=param
         )
