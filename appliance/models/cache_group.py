@@ -53,7 +53,7 @@ def read_cache_groups(
         return group_layers([window if layer >= first_sliding else None for layer in range(num_layers)])
     windows = {"full_attention": None, "sliding_attention": window}
     types = fields.values["layer_types"]
-    if not isinstance(types, list) or len(types) != num_layers or any(kind not in windows for kind in types):
+    if not isinstance(types, list) or len(types) != num_layers or any(kind not in list(windows) for kind in types):
         raise fields.wrong("layer_types", f"a list of {num_layers}, each of them {' or '.join(map(repr, windows))}")
     if window is None and "sliding_attention" in types:
         raise fields.wrong("layer_types", "no 'sliding_attention', since it says that no window is used")

@@ -1,6 +1,4 @@
-"""Qwen 3, dense: q and k are normed per head before they are rotated; head_dim is its own number; biases by config,
-which is nowhere.
-"""
+"""Qwen 3, dense: q and k are normed per head before they are rotated; head_dim is its own number, 128 if absent."""
 
 from __future__ import annotations
 

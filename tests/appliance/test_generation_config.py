@@ -56,7 +56,10 @@ def test_vocabulary_of_a_unigram_tokenizer(tmp_path: Path) -> None:
     assert tokenizer_vocab_size(tmp_path) == 4
 
 
-@pytest.mark.parametrize("content", [None, "{", "[]", "{}", '{"model": {"vocab": {}}}', '{"model": 3}'])
+@pytest.mark.parametrize(
+    "content",
+    [None, "{", "[]", "{}", '{"model": {"vocab": {}}}', '{"model": 3}', '{"model": {"vocab": 3}, "added_tokens": 5}'],
+)
 def test_vocabulary_of_no_tokens_is_unknown(tmp_path: Path, content: str | None) -> None:
     if content is not None:
         (tmp_path / "tokenizer.json").write_text(content)

@@ -57,6 +57,7 @@ def test_unknown_architecture_lists_known_ones() -> None:
         ("layer_types", ["full_attention"], "a list of 2"),
         ("layer_types", ["full_attention", "linear_attention"], "'linear_attention'"),
         ("layer_types", "full_attention", "a list of 2"),
+        ("layer_types", [["full_attention"], {}], "a list of 2"),
         ("rms_norm_eps", float("nan"), "nan"),
     ],
 )
