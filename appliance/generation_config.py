@@ -1,7 +1,8 @@
-"""What a model folder says about generating: the tokens that end an answer and the sampling its makers suggest.
+"""What a model folder says about generating: the tokens there are, those that end an answer, the sampling its makers
+suggest.
 
-Reads generation_config.json, config.json, tokenizer_config.json and the added tokens of tokenizer.json. Standard
-library only: the engine process needs the ending tokens and has no tokenizer.
+Reads generation_config.json, config.json, tokenizer_config.json and the tokens of tokenizer.json. Standard library
+only: the engine process needs the tokens' numbers and has no tokenizer.
 """
 
 from __future__ import annotations
@@ -22,6 +23,11 @@ def _read(folder: Path, name: str) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
+def _added_tokens(tokenizer: dict[str, Any]) -> list[dict[str, Any]]:
+    entries = tokenizer.get("added_tokens")
+    return [entry for entry in entries if isinstance(entry, dict)] if isinstance(entries, list) else []
+
+
 def eos_token_ids(model: str | Path) -> tuple[int, ...]:
     """Every token that ends an answer: those of generation_config.json and config.json (an integer or a list), and the
     tokenizer's own eos_token. Chat models often have two.
@@ -34,9 +40,25 @@ def eos_token_ids(model: str | Path) -> tuple[int, ...]:
     token = _read(folder, "tokenizer_config.json").get("eos_token")
     content = token.get("content") if isinstance(token, dict) else token
     if content:
-        added = _read(folder, "tokenizer.json").get("added_tokens", [])
+        added = _added_tokens(_read(folder, "tokenizer.json"))
         found.update(entry["id"] for entry in added if entry.get("content") == content)
     return tuple(sorted(found))
+
+
+def tokenizer_vocab_size(model: str | Path) -> int | None:
+    """One more than the highest token id of tokenizer.json, its added tokens included; None where it names no tokens.
+
+    An embedding often has more rows, for speed: no text belongs to those.
+    """
+    tokenizer = _read(Path(model), "tokenizer.json")
+    section = tokenizer.get("model")
+    vocab = section.get("vocab") if isinstance(section, dict) else None
+    ids = [entry.get("id") for entry in _added_tokens(tokenizer)]
+    if isinstance(vocab, dict):
+        ids += vocab.values()
+    elif isinstance(vocab, list):  # of Unigram: [token, score] in order of id
+        ids.append(len(vocab) - 1)
+    return max((token for token in ids if isinstance(token, int)), default=-1) + 1 or None
 
 
 def default_sampling(model: str | Path) -> dict[str, float]:

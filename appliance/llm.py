@@ -22,7 +22,7 @@ from appliance.engine_arguments import engine_config, log_warnings
 from appliance.errors import InvalidRequestError
 from appliance.model_text import ModelText
 from appliance.outputs import CompletionOutput, RequestOutput
-from appliance.prompts import Prompt, PromptLike, blame, check_token_ids, read_prompts
+from appliance.prompts import Prompt, PromptLike, blame, check_prompt, read_prompts
 from appliance.sampling_params import SamplingParams, params_or_defaults
 
 Message = Mapping[str, Any]
@@ -168,7 +168,7 @@ class LLM:
 
     def _add(self, prompt: Prompt, params: SamplingParams) -> _Job:
         assert prompt.token_ids is not None, "prompts are encoded before they are added"
-        check_token_ids(prompt.token_ids, self.model_info.vocab_size, "prompt")
+        check_prompt(prompt.token_ids, params, self.model_info, "prompt")
         job = _Job(
             request_id=str(next(self._numbers)),
             prompt=prompt.text,

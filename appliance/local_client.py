@@ -29,7 +29,7 @@ from appliance.errors import (
     InvalidRequestError,
 )
 from appliance.model_text import ModelText
-from appliance.prompts import check_token_ids
+from appliance.prompts import check_prompt
 from appliance.request_stream import LocalRequestStream
 from appliance.sampling_params import SamplingParams
 
@@ -132,7 +132,7 @@ class LocalClient:
         tokenizer, info = self._loaded_text().tokenizer, self._engine.model_info
         assert info is not None, "an engine that is ready has said what it loaded"
         prompt = list(prompt_token_ids)
-        check_token_ids(prompt, info.vocab_size, param)
+        check_prompt(prompt, params, info, param)
         request_id = request_id or uuid.uuid4().hex
         # Two live requests may bear one id: the engine knows them by a number of ours.
         engine_id = f"{request_id}#{next(self._numbers)}"

@@ -7,7 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, SupportsIndex
 
-from appliance.errors import InvalidRequestError
+from appliance.client import ModelInfo
+from appliance.errors import ContextLengthError, InvalidRequestError
+from appliance.sampling_params import SamplingParams
 
 PromptLike = str | Sequence[int] | Mapping[str, Any]
 """A text, token ids, `{"prompt": text}` or `{"prompt_token_ids": ids}`."""
@@ -54,10 +56,20 @@ def read_prompts(value: PromptLike | Sequence[PromptLike]) -> list[Prompt]:
     return prompts
 
 
-def check_token_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> None:
-    """Raises InvalidRequestError if there are none or one is not below vocab_size."""
+def check_prompt(token_ids: Sequence[int], params: SamplingParams, info: ModelInfo, param: str) -> None:
+    """Raises InvalidRequestError if there are no tokens or one is unknown, ContextLengthError if there are too many."""
     if not token_ids:
         raise InvalidRequestError("The prompt is empty: at least one token is needed.", param=param)
+    if len(token_ids) >= info.max_model_len:  # before millions of them are looked at and sent
+        raise ContextLengthError(len(token_ids), params.max_tokens or 1, info.max_model_len, param=param)
+    check_token_ids(token_ids, info.vocab_size, param)
+    check_token_ids(params.stop_token_ids, info.vocab_size, "stop_token_ids")
+
+
+def check_token_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> None:
+    """Raises InvalidRequestError if one is not below vocab_size."""
+    if not token_ids:
+        return
     if min(token_ids) < 0 or max(token_ids) >= vocab_size:
         wrong = next(token for token in token_ids if not 0 <= token < vocab_size)
         raise InvalidRequestError(

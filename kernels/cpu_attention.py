@@ -1,4 +1,5 @@
-"""Paged attention on a CPU: gather a request's blocks with one index, then PyTorch's fused attention.
+"""Paged attention on a CPU: gather a request's blocks with one index, then PyTorch's fused attention. Of a layer with a
+window only the blocks that the window touches are gathered.
 
 The cache of a layer is [2, num_blocks, num_kv_heads, block_size, head_dim], keys then values, so that a (block, head)
 tile is one contiguous row: writing a step's keys and values is one op, and so is gathering those of all decodes.
@@ -34,16 +35,50 @@ def _tile_rows(layout: PagedLayout, block_table: Tensor) -> Tensor:
 class _Prefill:
     """One request's chunk: rows [start, stop) of the step, attending to `seq_len` cached tokens, itself included."""
 
-    def __init__(self, layout: PagedLayout, start: int, stop: int, seq_len: int, block_table: Sequence[int]) -> None:
+    def __init__(
+        self,
+        layout: PagedLayout,
+        start: int,
+        stop: int,
+        seq_len: int,
+        block_table: Sequence[int],
+        window: int | None,
+    ) -> None:
         self.rows = slice(start, stop)
-        self.seq_len = seq_len
-        blocks = torch.tensor(block_table[: -(-seq_len // layout.block_size)]).unsqueeze(0)
-        self.tiles = _tile_rows(layout, blocks)
-        self.index = self.tiles.flatten()
-        length = stop - start
-        self.is_causal = length == seq_len and length > 1
-        # A query sees the context before the chunk and the chunk up to itself.
-        self.mask = None if self.is_causal else torch.ones(length, seq_len, dtype=torch.bool).tril(seq_len - length)
+        length, span = stop - start, min(window or seq_len, seq_len)
+        first_block = max(seq_len - length - span + 1, 0) // layout.block_size
+        self.num_keys = seq_len - first_block * layout.block_size
+        blocks = torch.tensor(block_table[first_block : -(-seq_len // layout.block_size)]).unsqueeze(0)
+        self.index = _tile_rows(layout, blocks).flatten()
+        self.is_causal = length == span == seq_len and length > 1
+        self.mask: Tensor | None = None
+        if not self.is_causal:
+            # A query sees the context before the chunk and the chunk up to itself, no further back than its window.
+            before = self.num_keys - length
+            self.mask = torch.ones(length, self.num_keys, dtype=torch.bool).tril(before)
+            if span < seq_len:
+                self.mask = self.mask.triu(before - span + 1)
+
+
+class _Decodes:
+    """The step's decodes, one row each, padded to the most blocks that one of them looks at."""
+
+    def __init__(
+        self, layout: PagedLayout, seq_lens: Sequence[int], block_tables: Sequence[Sequence[int]], window: int | None
+    ) -> None:
+        starts = [max(length - (window or length), 0) for length in seq_lens]
+        first_blocks = [start // layout.block_size for start in starts]
+        tables = [
+            list(table[first : -(-length // layout.block_size)])
+            for table, first, length in zip(block_tables, first_blocks, seq_lens, strict=True)
+        ]
+        width = max(map(len, tables))
+        self.index = _tile_rows(layout, torch.tensor([t + [0] * (width - len(t)) for t in tables])).flatten()
+        positions = (
+            torch.arange(width * layout.block_size) + torch.tensor(first_blocks).unsqueeze(1) * layout.block_size
+        )
+        start, stop = torch.tensor(starts).unsqueeze(1), torch.tensor(seq_lens).unsqueeze(1)
+        self.mask = ((positions >= start) & (positions < stop)).view(len(tables), 1, 1, -1)
 
 
 class CpuAttention:
@@ -70,28 +105,33 @@ class CpuAttention:
         rows = (block.unsqueeze(1) * layout.num_kv_heads + heads) * layout.block_size + offset.unsqueeze(1)
         span = layout.num_blocks * layout.num_kv_heads * layout.block_size
         self.write_rows = torch.cat([rows, rows + span], 1).flatten()  # [T * 2 * heads], keys then values of each row
-        self.prefills = [
-            _Prefill(layout, query_start_loc[i], query_start_loc[i + 1], seq_lens[i], block_tables[i])
-            for i in range(num_decode, len(seq_lens))
-        ]
-        if num_decode:
-            width = max(-(-length // layout.block_size) for length in seq_lens[:num_decode])
-            tables = [list(table[:width]) + [0] * (width - len(table)) for table in block_tables[:num_decode]]
-            self.decode_index = _tile_rows(layout, torch.tensor(tables)).flatten()
-            self.decode_len = width * layout.block_size
-            positions = torch.arange(self.decode_len)
-            self.decode_mask = (positions < torch.tensor(seq_lens[:num_decode]).unsqueeze(1)).view(num_decode, 1, 1, -1)
+        self._query_start_loc, self._seq_lens, self._block_tables = query_start_loc, seq_lens, block_tables
+        self._plans: dict[int | None, tuple[_Decodes | None, list[_Prefill]]] = {}
+
+    def _plan(self, window: int | None) -> tuple[_Decodes | None, list[_Prefill]]:
+        """What to gather and to mask, made once for all layers of a window."""
+        if window not in self._plans:
+            starts, lengths, tables, count = self._query_start_loc, self._seq_lens, self._block_tables, self.num_decode
+            prefills = [
+                _Prefill(self.layout, starts[i], starts[i + 1], lengths[i], tables[i], window)
+                for i in range(count, len(lengths))
+            ]
+            decodes = _Decodes(self.layout, lengths[:count], tables[:count], window) if count else None
+            self._plans[window] = decodes, prefills
+        return self._plans[window]
 
     def write(self, cache: Tensor, keys_and_values: Tensor) -> None:
         """Store a step's keys and values, [T, 2 * num_kv_heads, head_dim], keys first."""
         cache.view(-1, self.layout.head_dim).index_copy_(0, self.write_rows, keys_and_values.flatten(0, 1))
 
-    def attend(self, cache: Tensor, q: Tensor) -> Tensor:
-        """q [T, num_heads, head_dim] -> [T, num_heads * head_dim]; softmax in fp32, scale 1 / sqrt(head_dim)."""
-        if self.num_decode == q.shape[0]:
-            return self._decode(cache, q)
-        parts = [self._decode(cache, q[: self.num_decode])] if self.num_decode else []
-        parts += [self._prefill(cache, q, prefill) for prefill in self.prefills]
+    def attend(self, cache: Tensor, q: Tensor, window: int | None = None) -> Tensor:
+        """q [T, num_heads, head_dim] -> [T, num_heads * head_dim]; softmax in fp32, scale 1 / sqrt(head_dim).
+
+        window: how many positions a row attends to, its own included; None for all up to it.
+        """
+        decodes, prefills = self._plan(window)
+        parts = [] if decodes is None else [self._decode(cache, q[: self.num_decode], decodes)]
+        parts += [self._prefill(cache, q, prefill) for prefill in prefills]
         return torch.cat(parts) if len(parts) > 1 else parts[0]
 
     def _gather(self, cache: Tensor, index: Tensor, batch: int) -> Tensor:
@@ -100,11 +140,11 @@ class CpuAttention:
         tiles = cache.view(-1, layout.block_size * layout.head_dim).index_select(0, index)
         return tiles.view(2, batch, layout.num_kv_heads, -1, layout.head_dim)
 
-    def _decode(self, cache: Tensor, q: Tensor) -> Tensor:
-        keys, values = self._gather(cache, self.decode_index, self.num_decode)
+    def _decode(self, cache: Tensor, q: Tensor, decodes: _Decodes) -> Tensor:
+        keys, values = self._gather(cache, decodes.index, self.num_decode)
         # The query heads that share a kv head are folded into the query length: no copy of keys for GQA.
         grouped = q.view(self.num_decode, self.layout.num_kv_heads, -1, self.layout.head_dim)
-        out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=self.decode_mask)
+        out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=decodes.mask)
         return out.reshape(self.num_decode, -1)
 
     def _prefill(self, cache: Tensor, q: Tensor, prefill: _Prefill) -> Tensor:
@@ -112,8 +152,8 @@ class CpuAttention:
         q = q[prefill.rows].transpose(0, 1).unsqueeze(0)  # [1, num_heads, L, head_dim]
         out = F.scaled_dot_product_attention(
             q,
-            keys[:, :, : prefill.seq_len],
-            values[:, :, : prefill.seq_len],
+            keys[:, :, : prefill.num_keys],
+            values[:, :, : prefill.num_keys],
             attn_mask=prefill.mask,
             is_causal=prefill.is_causal,
             enable_gqa=q.shape[1] != self.layout.num_kv_heads,

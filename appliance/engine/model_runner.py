@@ -15,10 +15,11 @@ from appliance.config import EngineConfig
 from appliance.engine.input_batch import InputBatch
 from appliance.engine.kv_cache import CachePlan, allocate_cache, available_memory, plan_cache, resident_memory
 from appliance.errors import UsageError
+from appliance.generation_config import tokenizer_vocab_size
 from appliance.kernels.cpu_attention import CpuAttention
 from appliance.kernels.spec import Target
-from appliance.models.config import read_model_config
-from appliance.models.registry import MODELS, architecture_of
+from appliance.models.decoder import DecoderModel
+from appliance.models.registry import architecture_of, read_model_config
 from appliance.models.weights import WeightReader
 from appliance.quant.checkpoint import open_checkpoint
 from appliance.quant.report import FormatReport
@@ -50,6 +51,7 @@ class LoadedModel:
     resident_bytes: int
     """After it: weights, libraries and whatever else the process holds; of the KV pool only what has been written."""
     vocab_size: int
+    """Token ids that may be read and sampled: rows of the embedding, less those that the tokenizer has no token for."""
     content_digest: bytes
     """Stands for weights, configuration and KV dtype in the keys of the prefix cache."""
     warnings: tuple[str, ...]
@@ -83,7 +85,7 @@ class ModelRunner:
             keep_dense = dtype == torch.float32 or dense_bytes <= available * DENSE_SHARE
             reader = WeightReader(checkpoint, Target("cpu", dtype, keep_dense))
             # The table of positions is small beside a layer; the context is decided after the weights are in.
-            self.model = MODELS[architecture](
+            self.model = DecoderModel(
                 model_config, reader, model_config.max_position, lambda fraction: progress("loading", fraction)
             )
         finally:
@@ -98,7 +100,7 @@ class ModelRunner:
             weight_bytes=reader.nbytes,
             available_bytes=available,
             resident_bytes=resident_memory(),
-            vocab_size=model_config.vocab_size,
+            vocab_size=min(model_config.vocab_size, tokenizer_vocab_size(config.model) or model_config.vocab_size),
             content_digest=_content_digest(Path(config.model), dtype, reader.kernel_names),
             warnings=(*warnings, *checkpoint.report.warnings, *self.plan.warnings),
         )

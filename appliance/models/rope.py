@@ -1,8 +1,4 @@
-"""Rotary position embedding, half-split form, with the frequencies of Llama 2 and Llama 3.1.
-
-Source of the llama3 rule: transformers modeling_rope_utils (wavelengths beyond the original context are slowed down by
-`factor`, short ones kept, a linear blend between).
-"""
+"""Rotary position embedding, half-split form. Source of the scaling rules: transformers 5.24 modeling_rope_utils."""
 
 from __future__ import annotations
 
@@ -11,18 +7,39 @@ import math
 import torch
 from torch import Tensor
 
-from appliance.models.config import RopeConfig
+from appliance.models.rope_config import LinearScaling, Llama3Scaling, RopeConfig, YarnScaling
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
     """[head_dim / 2] float32."""
     frequencies = 1.0 / rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim)
-    if rope.type == "default":
-        return frequencies
-    wavelength = 2 * math.pi / frequencies
-    span = rope.high_freq_factor - rope.low_freq_factor
-    smooth = ((rope.original_max_position / wavelength - rope.low_freq_factor) / span).clamp(0.0, 1.0)
-    return (1 - smooth) * frequencies / rope.factor + smooth * frequencies
+    match rope.scaling:
+        case None:
+            return frequencies
+        case LinearScaling(factor):
+            return frequencies / factor
+        case Llama3Scaling() as scaling:
+            wavelength = 2 * math.pi / frequencies
+            span = scaling.high_freq_factor - scaling.low_freq_factor
+            kept = ((scaling.original_max_position / wavelength - scaling.low_freq_factor) / span).clamp(0.0, 1.0)
+        case YarnScaling() as scaling:
+            kept = 1 - _yarn_ramp(scaling, rope.theta, head_dim)
+    return (1 - kept) * frequencies / scaling.factor + kept * frequencies
+
+
+def _yarn_ramp(scaling: YarnScaling, theta: float, head_dim: int) -> Tensor:
+    """[head_dim / 2]: how far each frequency is slowed down, 0 not at all, 1 by the whole factor."""
+
+    def dimension_of(turns: float) -> float:
+        """The dimension, not whole, whose frequency makes so many turns in the original context."""
+        return head_dim * math.log(scaling.original_max_position / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = dimension_of(scaling.beta_fast), dimension_of(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    width = high - low or 0.001
+    return ((torch.arange(head_dim // 2).float() - low) / width).clamp(0.0, 1.0)
 
 
 class RotaryTable:
@@ -30,7 +47,8 @@ class RotaryTable:
 
     def __init__(self, rope: RopeConfig, head_dim: int, max_position: int, dtype: torch.dtype) -> None:
         angles = torch.outer(torch.arange(max_position).float(), inverse_frequencies(rope, head_dim))
-        cos, sin = angles.cos(), angles.sin()
+        scale = rope.scaling.attention_factor if isinstance(rope.scaling, YarnScaling) else 1.0
+        cos, sin = angles.cos() * scale, angles.sin() * scale
         self.cos = torch.cat([cos, cos], -1).to(dtype)  # [P, head_dim]
         self.sin = torch.cat([-sin, sin], -1).to(dtype)
 

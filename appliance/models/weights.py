@@ -77,8 +77,11 @@ class WeightReader:
         if merged is None:
             parts = [PlannedLinear(n, w, b, self.target) for n, w, b in zip(names, weights, biases, strict=True)]
         else:
-            present = [b for b in biases if b is not None]
-            parts = [PlannedLinear(" + ".join(names), merged, torch.cat(present) if present else None, self.target)]
+            bias = None
+            if any(b is not None for b in biases):
+                sizes = zip(biases, outputs.values(), strict=True)
+                bias = torch.cat([torch.zeros(size, dtype=self.target.dtype) if b is None else b for b, size in sizes])
+            parts = [PlannedLinear(" + ".join(names), merged, bias, self.target)]
         self.linears.extend(parts)
         return FusedLinear(parts)
 

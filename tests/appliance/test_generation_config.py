@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
-from appliance.generation_config import default_sampling, eos_token_ids
+import pytest
+from tokenizers import Tokenizer, models
+
+from appliance.generation_config import default_sampling, eos_token_ids, tokenizer_vocab_size
 from tests.appliance import tokenizer_files
 
 
@@ -34,3 +38,29 @@ def test_default_sampling_is_the_makers_advice(tmp_path: Path) -> None:
 
 def test_default_sampling_is_empty_without_the_file(tmp_path: Path) -> None:
     assert default_sampling(tmp_path) == {}
+
+
+@pytest.mark.parametrize("save", [tokenizer_files.save_byte_level_bpe, tokenizer_files.save_llama2])
+def test_vocabulary_is_that_of_the_tokenizer_with_its_added_tokens(tmp_path: Path, save: Any) -> None:
+    save(tmp_path)
+    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    assert tokenizer_vocab_size(tmp_path) == tokenizer.get_vocab_size(with_added_tokens=True)
+
+
+def test_vocabulary_of_a_unigram_tokenizer(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(models.Unigram([("<unk>", 0.0), ("a", -1.0), ("b", -2.0)], unk_id=0))
+    tokenizer_files.save(tmp_path, tokenizer)
+    assert tokenizer_vocab_size(tmp_path) == 3
+    tokenizer.add_tokens(["<x>"])
+    tokenizer_files.save(tmp_path, tokenizer)
+    assert tokenizer_vocab_size(tmp_path) == 4
+
+
+@pytest.mark.parametrize(
+    "content",
+    [None, "{", "[]", "{}", '{"model": {"vocab": {}}}', '{"model": 3}', '{"model": {"vocab": 3}, "added_tokens": 5}'],
+)
+def test_vocabulary_of_no_tokens_is_unknown(tmp_path: Path, content: str | None) -> None:
+    if content is not None:
+        (tmp_path / "tokenizer.json").write_text(content)
+    assert tokenizer_vocab_size(tmp_path) is None

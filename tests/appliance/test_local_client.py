@@ -226,6 +226,17 @@ async def test_prompts_that_no_model_takes_are_refused(folder: Path, prompt: lis
         assert client.stats == EngineStats()
 
 
+async def test_stop_tokens_that_no_model_has_are_refused(folder: Path) -> None:
+    """Public bug vllm#54195: with min_tokens they killed the engine or touched another row."""
+    async with running(folder) as client:
+        with pytest.raises(
+            InvalidRequestError, match="Token id 268 is out of range: the model knows 0 to 267"
+        ) as caught:
+            await client.submit([65], SamplingParams(min_tokens=1, stop_token_ids=(3, echo_engine.VOCAB_SIZE)))
+        assert caught.value.param == "stop_token_ids"
+        assert text_of(await ask(client, "h")) == "h"
+
+
 async def test_the_engines_refusals_are_raised_by_submit(folder: Path) -> None:
     async with running(folder) as client:
         with pytest.raises(ContextLengthError, match="maximum context length is 512") as caught:

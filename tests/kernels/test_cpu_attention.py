@@ -24,9 +24,10 @@ STEPS = {
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), [(9, 3, 64), (4, 4, 24), (5, 1, 16)])
+@pytest.mark.parametrize("window", [None, 1, 15, 16, 17, 1000])
 @pytest.mark.parametrize("step", STEPS)
 def test_attention_equals_the_reference(
-    step: str, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
+    step: str, window: int | None, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
 ) -> None:
     layout = PagedLayout(num_blocks=23, num_kv_heads=num_kv_heads, block_size=16, head_dim=head_dim)
     generator = torch.Generator().manual_seed(3)
@@ -55,12 +56,33 @@ def test_attention_equals_the_reference(
         assert torch.equal(stored, keys_and_values[row])
 
     q = random(starts[-1], num_heads, head_dim)
-    found = attention.attend(cache, q).view(-1, num_heads, head_dim)
+    found = attention.attend(cache, q, window).view(-1, num_heads, head_dim)
     for i, (context, rows) in enumerate(STEPS[step]):
         for j in range(rows):
             row = starts[i] + j
-            expected = reference(cache, q[row], context + j, tables[i])
+            expected = reference(cache, q[row], context + j, tables[i], window)
             torch.testing.assert_close(found[row].float(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("window", [1, 5, 16, 17, 32])
+@pytest.mark.parametrize("rows", [1, 4])
+def test_a_window_ends_with_its_oldest_position(rows: int, window: int) -> None:
+    """transformers masking_utils: kv_idx > q_idx - window, so the last `window` positions and the row's own is one."""
+    layout = PagedLayout(num_blocks=4, num_kv_heads=1, block_size=16, head_dim=8)
+    cache = torch.randn(2, 4, 1, 16, 8, generator=torch.Generator().manual_seed(0))
+    length, table = 50, [2, 0, 3, 1]
+    slots = [table[p // 16] * 16 + p % 16 for p in range(length)]
+    step = torch.tensor(slots[-rows:])
+
+    def last_row(cache: Tensor) -> Tensor:
+        attention = CpuAttention(layout, step, [0, rows], [length], [table], int(rows == 1))
+        return attention.attend(cache, torch.ones(rows, 1, 8), window)[-1]
+
+    for position in range(length):
+        changed = cache.clone()
+        changed[:, slots[position] // 16, :, slots[position] % 16] = 3.0
+        is_seen = not torch.equal(last_row(changed), last_row(cache))
+        assert is_seen == (position > length - 1 - window), position
 
 
 def test_a_write_touches_no_other_slot() -> None:
