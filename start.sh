@@ -46,7 +46,7 @@ explain_failure() {
     local log=$venv/install.log
     if grep -q 'No space left on device' "$log"; then
         die "the disk of $root is full: free about 4 GB and run this again" 5
-    elif grep -Eq 'Failed to establish a new connection|NameResolutionError|timed out|Connection refused|Network is unreachable|ProxyError' "$log"; then
+    elif grep -Eq 'from versions: none|Failed to establish a new connection|NameResolutionError|timed out|Connection refused|Network is unreachable|ProxyError' "$log"; then
         die "the package index could not be reached: check the network (or pip's index and proxy settings) and run this again" 6
     fi
     die "pip could not install what the appliance needs: its last lines are above, the whole log is $log" 7

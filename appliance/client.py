@@ -158,11 +158,11 @@ class EngineClient(Protocol):
         `template_kwargs` may hold `continue_final_message`.
 
         Raises InvalidRequestError (param "messages") with the template's own text if it refuses, or if the model has no
-        chat template; EngineLoadingError before the model is loaded.
+        chat template; ContextLengthError if the text cannot fit; EngineLoadingError before the model is loaded.
         """
 
     async def encode_text(self, text: str) -> list[int]:
-        """Tokenize raw text as the tokenizer says (BOS by its rule). Raises EngineLoadingError."""
+        """Tokenize raw text as the tokenizer says (BOS by its rule). Raises ContextLengthError, EngineLoadingError."""
 
     async def submit(
         self,

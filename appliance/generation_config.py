@@ -8,8 +8,14 @@ only: the engine process needs the tokens' numbers and has no tokenizer.
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
+
+from appliance.errors import InvalidRequestError
+from appliance.sampling_params import SamplingParams
+
+log = logging.getLogger(__name__)
 
 SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
@@ -36,7 +42,7 @@ def eos_token_ids(model: str | Path) -> tuple[int, ...]:
     found: set[int] = set()
     for name in ("generation_config.json", "config.json"):
         value = _read(folder, name).get("eos_token_id")
-        found.update(i for i in (value if isinstance(value, list) else [value]) if isinstance(i, int))
+        found.update(i for i in (value if isinstance(value, list) else [value]) if type(i) is int and i >= 0)
     token = _read(folder, "tokenizer_config.json").get("eos_token")
     content = token.get("content") if isinstance(token, dict) else token
     if content:
@@ -63,13 +69,23 @@ def tokenizer_vocab_size(model: str | Path) -> int | None:
 
 def default_sampling(model: str | Path) -> dict[str, float]:
     """temperature, top_p, top_k, min_p and repetition_penalty of generation_config.json, as far as it names them; an
-    explicit `do_sample: false` is temperature 0.
+    explicit `do_sample: false` is temperature 0. A value that no request could ask for is left out, with a warning.
     """
     config = _read(Path(model), "generation_config.json")
     if config.get("do_sample") is False:
         config["temperature"] = 0.0
-    return {
-        key: config[key]
-        for key in SAMPLING_KEYS
-        if isinstance(config.get(key), int | float) and not isinstance(config[key], bool)
-    }
+    found = {}
+    for key in SAMPLING_KEYS:
+        value: Any = config.get(key)
+        if value is None:
+            continue
+        if key == "top_k" and isinstance(value, float) and value.is_integer():
+            value = int(value)
+        try:
+            wish: dict[str, Any] = {key: value}
+            SamplingParams(**wish)
+        except InvalidRequestError as error:
+            log.warning("generation_config.json of %s suggests what cannot be used, it is ignored: %s", model, error)
+        else:
+            found[key] = value
+    return found

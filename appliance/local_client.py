@@ -24,6 +24,7 @@ from appliance.engine.request import StepOutput
 from appliance.engine_process import ENGINE_COMMAND, EngineProcess
 from appliance.errors import (
     ApplianceError,
+    ContextLengthError,
     EngineDeadError,
     EngineLoadingError,
     InvalidRequestError,
@@ -109,13 +110,14 @@ class LocalClient:
     ) -> list[int]:
         """See `EngineClient.encode_chat`."""
         text = self._loaded_text()
-        return await self._in_pool(
-            lambda: text.tokenizer.encode_rendered(text.render_chat(messages, template_kwargs or {}))
-        )
+        prompt = await self._in_pool(lambda: text.render_chat(messages, template_kwargs or {}))
+        self._check_length(prompt, "messages")
+        return await self._in_pool(lambda: text.tokenizer.encode_rendered(prompt))
 
     async def encode_text(self, text: str) -> list[int]:
         """See `EngineClient.encode_text`."""
         tokenizer = self._loaded_text().tokenizer
+        self._check_length(text, "prompt")
         return await self._in_pool(lambda: tokenizer.encode_text(text))
 
     async def submit(
@@ -158,6 +160,12 @@ class LocalClient:
         for stream in list(self._streams.values()):
             if stream.request_id == request_id:
                 await stream.aclose()
+
+    def _check_length(self, text: str, param: str) -> None:
+        """Refuse text that cannot fit before it is tokenized: that holds the interpreter's lock, a second for 3 MB."""
+        info, tokenizer = self._engine.model_info, self._loaded_text().tokenizer
+        if info is not None and (fewest := tokenizer.fewest_tokens(text)) >= info.max_model_len:
+            raise ContextLengthError(fewest, 1, info.max_model_len, param=param)
 
     async def _load_text(self) -> None:
         self._text = await self._in_pool(lambda: ModelText.load(self._config.model))

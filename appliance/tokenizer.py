@@ -32,6 +32,7 @@ class Tokenizer:
         self.bos_token_id = None if bos_token is None else backend.token_to_id(bos_token)
         # tokenizer_config.json's add_bos_token, where present, replaces tokenizer.json's own rule, as in transformers.
         self._add_bos_token: bool | None = config.get("add_bos_token")
+        self._longest_token = max(map(len, backend.get_vocab()), default=1)
         self._special_ids = frozenset(
             token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special
         )
@@ -62,6 +63,10 @@ class Tokenizer:
     def encode_rendered(self, text: str) -> list[int]:
         """Tokenize text that holds all of its special tokens already, as a rendered chat does: none is added."""
         return self._backend.encode(text, add_special_tokens=False).ids
+
+    def fewest_tokens(self, text: str) -> int:
+        """What the text encodes to at least, at no cost: no token stands for more characters than the longest has."""
+        return -(-len(text) // self._longest_token)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of a whole sequence. Ids without a token have none."""

@@ -66,7 +66,8 @@ class EngineCore:
         cls, config: EngineConfig, progress: Callable[[str, float], None] = lambda stage, done: None
     ) -> EngineCore:
         """Read the model, plan its layers, allocate the KV pool. Raises ApplianceErrors made for the user."""
-        return cls(config, ModelRunner(config, progress), eos_token_ids(config.model))
+        runner = ModelRunner(config, progress)
+        return cls(config, runner, [token for token in eos_token_ids(config.model) if token < runner.loaded.vocab_size])
 
     def add(
         self, request_id: str, prompt_token_ids: list[int], params: SamplingParams, priority: Priority = Priority.NORMAL

@@ -36,6 +36,18 @@ def test_default_sampling_is_the_makers_advice(tmp_path: Path) -> None:
     assert default_sampling(tmp_path) == {"temperature": 0.0, "top_k": 20, "top_p": 0.95}
 
 
+def test_advice_that_no_request_could_follow_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    text = '{"temperature": NaN, "top_k": 50.0, "top_p": 5, "min_p": true, "repetition_penalty": 1e999}'
+    (tmp_path / "generation_config.json").write_text(text)
+    assert default_sampling(tmp_path) == {"top_k": 50}
+    assert caplog.text.count("cannot be used") == 4
+
+
+def test_eos_tokens_that_cannot_be_ids_are_left_out(tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [True, -5, 7, "8", 2.0]}))
+    assert eos_token_ids(tmp_path) == (7,)
+
+
 def test_default_sampling_is_empty_without_the_file(tmp_path: Path) -> None:
     assert default_sampling(tmp_path) == {}
 

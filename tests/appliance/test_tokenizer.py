@@ -33,6 +33,13 @@ def test_add_bos_token_in_the_configuration_wins(tmp_path: Path, wanted: bool) -
     assert tokenizer.encode_text("hell").count(1) == int(wanted)
 
 
+def test_fewest_tokens_is_a_lower_bound_that_needs_no_encoding(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.load(tokenizer_files.save_byte_level_bpe(tmp_path))
+    for text in ("", "hello world", "世界 🙂" * 9, "<|im_end|>" * 5, " " * 64):
+        assert tokenizer.fewest_tokens(text) <= len(tokenizer.encode_text(text))
+    assert tokenizer.fewest_tokens("a" * 1_000_000) > 10_000
+
+
 def test_special_tokens_in_the_text_are_recognised(tmp_path: Path) -> None:
     tokenizer = Tokenizer.load(tokenizer_files.save_byte_level_bpe(tmp_path))
     end = tokenizer.token_to_id("<|im_end|>")

@@ -62,6 +62,17 @@ def test_prompts_that_cannot_fit_are_refused_and_the_server_is_idle_after(server
     server.assert_idle()
 
 
+def test_huge_prompts_are_refused_while_the_server_goes_on(server: Server) -> None:
+    """Text that cannot fit is refused before it is tokenized, which would hold every other request up."""
+    with ThreadPoolExecutor(2) as pool:
+        body = {"prompt": "word " * 4_000_000, "max_tokens": 1}
+        replies = [pool.submit(httpx.post, f"{server.base}/v1/completions", json=body, timeout=60) for _ in range(2)]
+        for _ in range(5):
+            assert httpx.get(f"{server.base}/health", timeout=5).status_code == 200
+        assert [reply.result().json()["error"]["code"] for reply in replies] == ["context_length_exceeded"] * 2
+    assert "Paris" in server.ask()
+
+
 def test_killed_engine_answers_every_waiter_and_comes_back(server: Server) -> None:
     engine = next(p for p in server.process.children() if "appliance.engine" in p.cmdline())
     with ThreadPoolExecutor(4) as pool:
