@@ -137,10 +137,23 @@ class LocalClient:
             )
         return await self._in_pool(lambda: tokenizer.encode_rendered(template.render(messages, template_kwargs or {})))
 
-    async def encode_text(self, text: str) -> list[int]:
+    async def encode_text(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """See `EngineClient.encode_text`."""
         tokenizer = self._loaded_text().tokenizer
-        return await self._in_pool(lambda: tokenizer.encode_text(text))
+        encode = tokenizer.encode_text if add_special_tokens else tokenizer.encode_rendered
+        return await self._in_pool(lambda: encode(text))
+
+    async def decode(self, token_ids: Sequence[int], *, param: str = "tokens") -> str:
+        """See `EngineClient.decode`."""
+        tokenizer, info = self._loaded_text().tokenizer, self._engine.model_info
+        assert info is not None, "text is read of a model that is loaded"
+        _check_token_ids(token_ids, info.vocab_size, param)
+        return await self._in_pool(lambda: tokenizer.decode(token_ids, skip_special_tokens=False))
+
+    async def token_bytes(self, token_ids: Sequence[int]) -> list[bytes]:
+        """See `EngineClient.token_bytes`."""
+        tokenizer = self._loaded_text().tokenizer
+        return await self._in_pool(lambda: [tokenizer.token_bytes(token_id) for token_id in token_ids])
 
     async def submit(
         self,
@@ -150,13 +163,17 @@ class LocalClient:
         priority: Priority = Priority.NORMAL,
         request_id: str | None = None,
         param: str = "messages",
+        child_index: int = 0,
     ) -> LocalRequestStream:
         """See `EngineClient.submit`."""
         self._check_ready()
         tokenizer, info = self._loaded_text().tokenizer, self._engine.model_info
         assert info is not None, "an engine that is ready has said what it loaded"
         prompt = list(prompt_token_ids)
-        _check_prompt(prompt, info.vocab_size, param)
+        if not prompt:
+            raise InvalidRequestError("The prompt is empty: at least one token is needed.", param=param)
+        _check_token_ids(prompt, info.vocab_size, param)
+        params.check_vocabulary(info.vocab_size)
         request_id = request_id or uuid.uuid4().hex
         # Two live requests may bear one id: the engine knows them by a number of ours.
         engine_id = f"{request_id}#{next(self._numbers)}"
@@ -164,7 +181,7 @@ class LocalClient:
         self._streams[engine_id] = stream
         accepted = self._submissions[engine_id] = asyncio.get_running_loop().create_future()
         try:
-            self._engine.send(Add(engine_id, prompt, params, priority))
+            self._engine.send(Add(engine_id, prompt, params, priority, child_index))
             await accepted
         except asyncio.CancelledError:
             await stream.aclose()
@@ -238,11 +255,9 @@ class LocalClient:
         self._stats = EngineStats()
 
 
-def _check_prompt(prompt: list[int], vocab_size: int, param: str) -> None:
-    if not prompt:
-        raise InvalidRequestError("The prompt is empty: at least one token is needed.", param=param)
-    if min(prompt) < 0 or max(prompt) >= vocab_size:
-        wrong = next(token for token in prompt if not 0 <= token < vocab_size)
+def _check_token_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> None:
+    if token_ids and (min(token_ids) < 0 or max(token_ids) >= vocab_size):
+        wrong = next(token for token in token_ids if not 0 <= token < vocab_size)
         raise InvalidRequestError(
             f"Token id {wrong} is out of range: the model knows 0 to {vocab_size - 1}.", param=param
         )
