@@ -6,7 +6,6 @@ import asyncio
 import dataclasses
 import itertools
 from collections.abc import Coroutine, Sequence
-from contextlib import AsyncExitStack
 from typing import Any, TypeVar
 
 from starlette.types import Receive
@@ -34,17 +33,30 @@ async def submit_choices(
 
     Raises what `EngineClient.submit` raises.
     """
-    streams: list[RequestStream] = []
-    async with AsyncExitStack() as admitted:
-        for tokens, child_index in itertools.product(prompts, range(n)):
-            request_id = answer_id if len(prompts) * n == 1 else f"{answer_id}-{len(streams)}"
-            stream = await client.submit(
-                tokens, params, priority=priority, request_id=request_id, param=param, child_index=child_index
+    choices = list(itertools.product(prompts, range(n)))
+    # All at once: the engine looks into its inbox between steps, and each of them would wait for a step of its own.
+    submissions = [
+        asyncio.create_task(
+            client.submit(
+                tokens,
+                params,
+                priority=priority,
+                request_id=answer_id if len(choices) == 1 else f"{answer_id}-{index}",
+                param=param,
+                child_index=child_index,
             )
-            admitted.push_async_callback(stream.aclose)
-            streams.append(stream)
-        admitted.pop_all()
-    return streams
+        )
+        for index, (tokens, child_index) in enumerate(choices)
+    ]
+    try:
+        return await asyncio.gather(*submissions)
+    except BaseException:
+        for submission in submissions:
+            submission.cancel()
+        for outcome in await asyncio.gather(*submissions, return_exceptions=True):
+            if not isinstance(outcome, BaseException):
+                await outcome.aclose()
+        raise
 
 
 def finish_reason(output: RequestOutput) -> str:

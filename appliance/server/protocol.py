@@ -64,8 +64,10 @@ def _logit_bias(value: Any) -> tuple[tuple[int, float], ...]:
     if not isinstance(value, dict):
         raise InvalidRequestError(f"logit_bias must be an object, found {quoted(value)}.", param="logit_bias")
     for key, bias in value.items():
-        if isinstance(bias, bool) or not isinstance(bias, int | float):
-            raise InvalidRequestError(f"logit_bias must hold numbers, found {quoted(bias)}.", param="logit_bias")
+        if isinstance(bias, bool) or not isinstance(bias, int | float) or abs(bias) > 1e9:
+            raise InvalidRequestError(
+                f"logit_bias must hold numbers between -1e9 and 1e9, found {quoted(bias)}.", param="logit_bias"
+            )
         if not (key.isascii() and key.isdecimal() and len(key) <= 10):
             raise InvalidRequestError(
                 f"logit_bias must have token ids for keys, such as '50256', found {quoted(key)}.", param="logit_bias"

@@ -71,10 +71,7 @@ class StreamingAnswer(Response):
     async def _forward(self, index: int, stream: RequestStream) -> None:
         writer, form = self._writer, self._logprobs[index]
         async for output in stream:
-            has_logprobs = form is not None and (output.logprobs or output.prompt_logprobs)
-            chunk = writer.text(
-                index, output, await form.content(output) if form is not None and has_logprobs else None
-            )
+            chunk = writer.text(index, output, None if form is None else await form.content(output))
             if output.finish_reason is not None:
                 self._open.remove(index)
                 await self._write(chunk + writer.finish(index, output))

@@ -102,6 +102,7 @@ async def test_switches_refuse_what_is_not_true_or_false(name: str, value: objec
         ("logit_bias", {"1114112": 5}),
         ("logit_bias", {"50256": "5"}),
         ("logit_bias", {"50256": True}),
+        ("logit_bias", {"50256": 10**400}),
         ("logit_bias", {str(token): 1 for token in range(1025)}),
         ("stop_token_ids", [1_114_112]),
         ("chat_template_kwargs", []),

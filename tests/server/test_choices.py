@@ -195,6 +195,15 @@ def merged(chunks: list[Any], index: int) -> Any:
     }
 
 
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_prompt_of_one_token_is_told_too(stream: bool) -> None:
+    client = FakeEngineClient()
+    answer = await post(client, COMPLETIONS, prompt="S", echo=True, logprobs=1, max_tokens=0, stream=stream)
+    choice = merged(answer, 0) if stream else answer["choices"][0]
+    assert choice["text"] == "S"
+    assert (choice["logprobs"]["tokens"], choice["logprobs"]["token_logprobs"]) == (["S"], [None])
+
+
 async def test_no_tokens_without_log_probabilities_give_the_prompt_back() -> None:
     client = FakeEngineClient()
     answer = await post(client, COMPLETIONS, echo=True, max_tokens=0)
