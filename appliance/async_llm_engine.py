@@ -10,10 +10,11 @@ import contextlib
 import os
 import weakref
 from collections.abc import AsyncGenerator, Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from appliance import client as seam
-from appliance.client import FinishReason, ModelInfo
+from appliance.client import FinishReason, ModelInfo, TokenLogprobs
 from appliance.client_thread import ClientThread
 from appliance.engine_arguments import engine_config, log_warnings
 from appliance.errors import ApplianceError
@@ -112,30 +113,42 @@ class _Answer:
         self._is_cumulative = is_cumulative
         self._text = ""
         self._token_ids: list[int] = []
+        self._logprobs: tuple[TokenLogprobs, ...] = ()
+        self._prompt_logprobs: tuple[TokenLogprobs, ...] = ()
         self._num_cached_tokens = 0
         self.is_finished = False
 
     def output(self, increment: seam.RequestOutput) -> RequestOutput:
         self._num_cached_tokens = increment.usage.cached_tokens
-        return self._output(increment.text, list(increment.token_ids), increment.finish_reason, increment.stop_reason)
+        self._prompt_logprobs += increment.prompt_logprobs
+        answer = CompletionOutput(
+            0,
+            increment.text,
+            list(increment.token_ids),
+            increment.finish_reason,
+            increment.stop_reason,
+            increment.logprobs,
+        )
+        return self._output(answer)
 
     def aborted(self) -> RequestOutput:
-        return self._output("", [], FinishReason.ABORT, None)
+        return self._output(CompletionOutput(0, "", [], FinishReason.ABORT))
 
-    def _output(
-        self, text: str, token_ids: list[int], reason: FinishReason | None, stop_reason: str | int | None
-    ) -> RequestOutput:
+    def _output(self, new: CompletionOutput) -> RequestOutput:
         if self._is_cumulative:
-            text = self._text = self._text + text
-            token_ids = self._token_ids = self._token_ids + token_ids
-        self.is_finished = reason is not None
+            self._text += new.text
+            self._token_ids = self._token_ids + new.token_ids
+            self._logprobs += new.logprobs
+            new = replace(new, text=self._text, token_ids=self._token_ids, logprobs=self._logprobs)
+        self.is_finished = new.finish_reason is not None
         return RequestOutput(
             request_id=self._request_id,
             prompt=self._prompt,
             prompt_token_ids=self._prompt_token_ids,
-            outputs=[CompletionOutput(0, text, token_ids, reason, stop_reason)],
+            outputs=[new],
             finished=self.is_finished,
             num_cached_tokens=self._num_cached_tokens,
+            prompt_logprobs=self._prompt_logprobs,
         )
 
 

@@ -50,8 +50,19 @@ class Usage:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """How likely a token was where it stands, in the model's own distribution. Always finite: -9999 is never."""
+
+    token_id: int
+    logprob: float
+    """Natural logarithm of its probability."""
+    top: tuple[tuple[int, float], ...]
+    """The likeliest tokens there, as (token id, logprob), likeliest first; the token itself need not be among them."""
+
+
+@dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """One increment of an answer: `text` and `token_ids` are what is new since the last one.
+    """One increment of an answer: `text`, `token_ids` and `logprobs` are what is new since the last one.
 
     finish_reason is set in the last output, and only there. usage is cumulative.
     """
@@ -62,6 +73,10 @@ class RequestOutput:
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     """The stop string or token id that ended the answer, None for the end-of-sequence token."""
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """One for each of token_ids if params.logprobs asks for them."""
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    """In the first output, if params.prompt_logprobs asks for them: one a prompt token from the second on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,8 +176,21 @@ class EngineClient(Protocol):
         chat template; ContextLengthError if the text cannot fit; EngineLoadingError before the model is loaded.
         """
 
-    async def encode_text(self, text: str) -> list[int]:
-        """Tokenize raw text as the tokenizer says (BOS by its rule). Raises ContextLengthError, EngineLoadingError."""
+    async def encode_text(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Tokenize raw text as the tokenizer says (BOS by its rule); without `add_special_tokens` the text alone.
+
+        Special tokens written in the text are recognised. Raises ContextLengthError if it cannot fit the context,
+        EngineLoadingError.
+        """
+
+    async def decode(self, token_ids: Sequence[int], *, param: str = "tokens") -> str:
+        """The text of a whole sequence, special tokens included.
+
+        Raises InvalidRequestError that blames `param` for a token id out of range; EngineLoadingError.
+        """
+
+    async def token_bytes(self, token_ids: Sequence[int]) -> list[bytes]:
+        """What each token stands for inside a text, exactly: half a character's bytes, a leading space."""
 
     async def submit(
         self,
@@ -172,10 +200,12 @@ class EngineClient(Protocol):
         priority: Priority = Priority.NORMAL,
         request_id: str | None = None,
         param: str = "messages",
+        child_index: int = 0,
     ) -> RequestStream:
         """Validate and enqueue a request; everything that can be refused is refused here, before the first byte.
 
-        max_tokens is cut to what the context leaves. `param` names the field to blame in errors.
+        max_tokens is cut to what the context leaves. `param` names the field to blame in errors. Several answers to one
+        prompt are submitted one after the other, each with its `child_index`: with one seed each is another answer.
 
         Raises InvalidRequestError (empty prompt, token id out of range), ContextLengthError, CapacityError,
         QueueFullError, EngineLoadingError, EngineDeadError.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from appliance.client import FinishReason, RequestOutput, Usage
+from appliance.client import FinishReason, RequestOutput, TokenLogprobs, Usage
 from appliance.engine.request import StepOutput
 from appliance.sampling_params import SamplingParams
 from appliance.tokenizer import Tokenizer
@@ -136,6 +136,8 @@ class Detokenizer:
         self._num_tokens = 0
         self._text: list[str] = []
         self._token_ids: list[int] = []
+        self._logprobs: list[TokenLogprobs] = []
+        self._prompt_logprobs: tuple[TokenLogprobs, ...] = ()
         self.is_finished = False
 
     def push(self, output: StepOutput) -> RequestOutput | None:
@@ -151,9 +153,11 @@ class Detokenizer:
         hidden = 1 if reason is FinishReason.STOP and not self._params.include_stop_str_in_output else 0
         num_shown = len(output.token_ids) - hidden
         stop_string = None
+        self._prompt_logprobs += output.prompt_logprobs
         for index, token_id in enumerate(output.token_ids):
             self._num_tokens += 1
             self._token_ids.append(token_id)
+            self._logprobs += output.logprobs[index : index + 1]
             if index < num_shown:
                 stop_string = self._add(self._decoder.push(token_id))
             if stop_string is not None:
@@ -186,7 +190,10 @@ class Detokenizer:
         text, token_ids = "".join(self._text), tuple(self._token_ids)
         if not text and reason is None:
             return None
+        logprobs, prompt_logprobs = tuple(self._logprobs), self._prompt_logprobs
         self._text.clear()
         self._token_ids.clear()
+        self._logprobs.clear()
+        self._prompt_logprobs = ()
         usage = Usage(output.num_prompt_tokens, self._num_tokens, output.num_cached_tokens)
-        return RequestOutput(text, token_ids, usage, reason, stop_reason)
+        return RequestOutput(text, token_ids, usage, reason, stop_reason, logprobs, prompt_logprobs)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from appliance.client import ModelInfo
+from appliance.client import ModelInfo, TokenLogprobs
 from appliance.detokenizer import Detokenizer
 from appliance.engine.core import EngineCore
 from appliance.engine.request import StepOutput
@@ -40,6 +40,8 @@ class _Job:
     detokenizer: Detokenizer
     text: list[str] = field(default_factory=list)
     output_token_ids: list[int] = field(default_factory=list)
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
     def take(self, output: StepOutput) -> RequestOutput | None:
         """Add what a step gave; the whole answer once it has ended."""
@@ -48,6 +50,8 @@ class _Job:
             return None
         self.text.append(increment.text)
         self.output_token_ids += increment.token_ids
+        self.logprobs += increment.logprobs
+        self.prompt_logprobs += increment.prompt_logprobs
         if increment.finish_reason is None:
             return None
         answer = CompletionOutput(
@@ -56,6 +60,7 @@ class _Job:
             token_ids=self.output_token_ids,
             finish_reason=increment.finish_reason,
             stop_reason=increment.stop_reason,
+            logprobs=self.logprobs,
         )
         return RequestOutput(
             request_id=self.request_id,
@@ -64,6 +69,7 @@ class _Job:
             outputs=[answer],
             finished=True,
             num_cached_tokens=increment.usage.cached_tokens,
+            prompt_logprobs=self.prompt_logprobs,
         )
 
 

@@ -30,7 +30,7 @@ from appliance.errors import (
     InvalidRequestError,
 )
 from appliance.model_text import ModelText
-from appliance.prompts import check_prompt
+from appliance.prompts import check_prompt, check_token_ids
 from appliance.request_stream import LocalRequestStream
 from appliance.sampling_params import SamplingParams
 
@@ -114,11 +114,24 @@ class LocalClient:
         self._check_length(prompt, "messages")
         return await self._in_pool(lambda: text.tokenizer.encode_rendered(prompt))
 
-    async def encode_text(self, text: str) -> list[int]:
+    async def encode_text(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """See `EngineClient.encode_text`."""
         tokenizer = self._loaded_text().tokenizer
         self._check_length(text, "prompt")
-        return await self._in_pool(lambda: tokenizer.encode_text(text))
+        encode = tokenizer.encode_text if add_special_tokens else tokenizer.encode_rendered
+        return await self._in_pool(lambda: encode(text))
+
+    async def decode(self, token_ids: Sequence[int], *, param: str = "tokens") -> str:
+        """See `EngineClient.decode`."""
+        tokenizer, info = self._loaded_text().tokenizer, self._engine.model_info
+        assert info is not None, "text is read of a model that is loaded"
+        check_token_ids(token_ids, info.vocab_size, param)
+        return await self._in_pool(lambda: tokenizer.decode(token_ids, skip_special_tokens=False))
+
+    async def token_bytes(self, token_ids: Sequence[int]) -> list[bytes]:
+        """See `EngineClient.token_bytes`."""
+        tokenizer = self._loaded_text().tokenizer
+        return await self._in_pool(lambda: [tokenizer.token_bytes(token_id) for token_id in token_ids])
 
     async def submit(
         self,
@@ -128,6 +141,7 @@ class LocalClient:
         priority: Priority = Priority.NORMAL,
         request_id: str | None = None,
         param: str = "messages",
+        child_index: int = 0,
     ) -> LocalRequestStream:
         """See `EngineClient.submit`."""
         self._check_ready()
@@ -142,7 +156,7 @@ class LocalClient:
         self._streams[engine_id] = stream
         accepted = self._submissions[engine_id] = asyncio.get_running_loop().create_future()
         try:
-            self._engine.send(Add(engine_id, prompt, params, priority))
+            self._engine.send(Add(engine_id, prompt, params, priority, child_index))
             await accepted
         except asyncio.CancelledError:
             await stream.aclose()

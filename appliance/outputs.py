@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from appliance.client import FinishReason
+from appliance.client import FinishReason, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +20,8 @@ class CompletionOutput:
     """"stop", "length", "abort" or "error" (the model gave no number that could be sampled); None while it runs."""
     stop_reason: str | int | None = None
     """The stop string or stop token id that ended the answer; None for the end-of-sequence token."""
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """One for each of token_ids, if params.logprobs asks for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,3 +37,5 @@ class RequestOutput:
     finished: bool
     num_cached_tokens: int = 0
     """Tokens of the prompt whose KV was in the prefix cache."""
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    """One a prompt token from the second on, if params.prompt_logprobs asks for them."""

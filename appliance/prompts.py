@@ -61,16 +61,16 @@ def check_prompt(token_ids: Sequence[int], params: SamplingParams, info: ModelIn
     if not token_ids:
         raise InvalidRequestError("The prompt is empty: at least one token is needed.", param=param)
     if len(token_ids) >= info.max_model_len:  # before millions of them are looked at and sent
-        raise ContextLengthError(len(token_ids), params.max_tokens or 1, info.max_model_len, param=param)
+        raise ContextLengthError(
+            len(token_ids), 1 if params.max_tokens is None else params.max_tokens, info.max_model_len, param=param
+        )
     check_token_ids(token_ids, info.vocab_size, param)
-    check_token_ids(params.stop_token_ids, info.vocab_size, "stop_token_ids")
+    params.check_vocabulary(info.vocab_size)
 
 
 def check_token_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> None:
     """Raises InvalidRequestError if one is not below vocab_size."""
-    if not token_ids:
-        return
-    if min(token_ids) < 0 or max(token_ids) >= vocab_size:
+    if token_ids and (min(token_ids) < 0 or max(token_ids) >= vocab_size):
         wrong = next(token for token in token_ids if not 0 <= token < vocab_size)
         raise InvalidRequestError(
             f"Token id {wrong} is out of range: the model knows 0 to {vocab_size - 1}.", param=param

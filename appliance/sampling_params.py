@@ -12,6 +12,12 @@ from appliance.errors import InvalidRequestError
 MAX_TOKENS_LIMIT = 1 << 20
 """No context served here is longer; a larger max_tokens is a mistake, not a wish."""
 
+MAX_LOGPROBS = 20
+"""Likeliest tokens reported a position, as OpenAI has it."""
+
+MAX_BIASES = 1024
+MAX_BIAS = 100.0
+
 
 OutputKind = Literal["delta", "cumulative"]
 
@@ -44,8 +50,11 @@ class SamplingParams:
     """Sampling wishes of one request.
 
     temperature 0 is greedy; top_k 0 or -1, top_p 1 and min_p 0 are off. max_tokens None means the rest of the
-    context. seed None draws one per request. Stop strings are literals; a single one may be given bare. output_kind is
-    for `AsyncLLMEngine` alone: each of its outputs holds what is new, or the whole answer so far.
+    context. seed None draws one per request. Stop strings are literals; a single one may be given bare. logit_bias
+    holds (token id, bias); a bias is clamped to -100..100, of which -100 bans a token and 100 leaves no other.
+    logprobs and prompt_logprobs are the numbers of likeliest tokens to report beside each output token and each
+    prompt token; None reports nothing. Only with prompt_logprobs may max_tokens be 0. output_kind is for
+    `AsyncLLMEngine` alone: each of its outputs holds what is new, or the whole answer so far.
 
     Raises InvalidRequestError naming the field, the limit and the value.
     """
@@ -67,6 +76,9 @@ class SamplingParams:
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     output_kind: OutputKind = "delta"
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
         _check_float("temperature", self.temperature, 0.0, 100.0)
@@ -78,7 +90,7 @@ class SamplingParams:
         _check_int("top_k", self.top_k, -1, 1 << 31)
         _check_int("min_tokens", self.min_tokens, 0, MAX_TOKENS_LIMIT)
         if self.max_tokens is not None:
-            _check_int("max_tokens", self.max_tokens, 1, MAX_TOKENS_LIMIT)
+            _check_int("max_tokens", self.max_tokens, 1 if self.prompt_logprobs is None else 0, MAX_TOKENS_LIMIT)
             if self.min_tokens > self.max_tokens:
                 raise InvalidRequestError(
                     f"min_tokens {self.min_tokens} is larger than max_tokens {self.max_tokens}", param="min_tokens"
@@ -98,6 +110,25 @@ class SamplingParams:
             raise InvalidRequestError(
                 f"output_kind must be delta or cumulative, found {self.output_kind!r}", param="output_kind"
             )
+        if len(self.logit_bias) > MAX_BIASES:
+            raise InvalidRequestError(f"logit_bias must name at most {MAX_BIASES} tokens", param="logit_bias")
+        for token, bias in self.logit_bias:
+            _check_int("logit_bias", token, 0, (1 << 31) - 1)
+            if isinstance(bias, bool) or not isinstance(bias, int | float) or not math.isfinite(bias):
+                raise InvalidRequestError(f"logit_bias must hold finite numbers, found {bias!r}", param="logit_bias")
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _check_int(name, getattr(self, name), 0, MAX_LOGPROBS)
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Raises InvalidRequestError if a token that is named here is none of the model's."""
+        named = {"stop_token_ids": self.stop_token_ids, "logit_bias": tuple(token for token, _ in self.logit_bias)}
+        for name, token_ids in named.items():
+            for token in token_ids:
+                if token >= vocab_size:
+                    raise InvalidRequestError(
+                        f"{name} names token id {token}, but the model knows 0 to {vocab_size - 1}", param=name
+                    )
 
     @property
     def is_greedy(self) -> bool:

@@ -7,6 +7,7 @@ folder's Python; the front process needs none of that. Knows no chat templates a
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,18 @@ import tokenizers
 from appliance.errors import CheckpointError
 
 _SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_REPLACEMENT = "\ufffd"
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The characters that byte-level tokenizers (GPT-2's) write bytes as: Latin-1's printable ones, then U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + n): byte for n, byte in enumerate(others)}
+
+
+_BYTE_OF = _byte_alphabet()
 
 
 class Tokenizer:
@@ -33,6 +46,7 @@ class Tokenizer:
         # tokenizer_config.json's add_bos_token, where present, replaces tokenizer.json's own rule, as in transformers.
         self._add_bos_token: bool | None = config.get("add_bos_token")
         self._longest_token = max(map(len, backend.get_vocab()), default=1)
+        self._bytes: dict[int, bytes] = {}
         self._special_ids = frozenset(
             token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special
         )
@@ -78,8 +92,31 @@ class Tokenizer:
             return False
         return self._backend.id_to_token(token_id) is not None
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """What a token adds to a text it stands inside of. Ids without a token add nothing."""
+        known = self._bytes.get(token_id)
+        if known is None:
+            known = self._bytes[token_id] = self._find_bytes(token_id)
+        return known
+
     def token_to_id(self, token: str) -> int | None:
         return self._backend.token_to_id(token)
+
+    def _find_bytes(self, token_id: int) -> bytes:
+        token = self._backend.id_to_token(token_id)
+        if token is None:
+            return b""
+        # The second of two keeps the space that some decoders strip off the start of a text.
+        alone = self.decode([token_id], skip_special_tokens=False)
+        text = self.decode([token_id, token_id], skip_special_tokens=False)[len(alone) :]
+        if _REPLACEMENT not in text:
+            return text.encode()
+        if match := _BYTE_TOKEN.fullmatch(token):
+            return bytes([int(match[1], 16)])
+        try:
+            return bytes(_BYTE_OF[character] for character in token)
+        except KeyError:
+            return text.encode()
 
 
 def read_json(folder: str | Path, name: str) -> dict[str, Any]:

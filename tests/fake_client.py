@@ -2,6 +2,8 @@
 
 It knows the contract of `appliance.client` and nothing else: no torch, no processes. One token is one character of
 text; one scripted delta is one completion token. Requests are pulled, not pushed: a delta exists when it is awaited.
+Log probabilities are invented: -1/8 for the first token of a prompt or an answer, -2/8 for the second; the likeliest
+token everywhere is "!", and the others are impossible.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from appliance.client import (
     ModelInfo,
     Priority,
     RequestOutput,
+    TokenLogprobs,
     Usage,
 )
 from appliance.errors import (
@@ -45,10 +48,19 @@ class SubmittedRequest:
     params: SamplingParams
     priority: Priority
     param: str
+    child_index: int
 
     @property
     def prompt(self) -> str:
         return "".join(map(chr, self.prompt_token_ids))
+
+
+def scored(token_id: int, place: int, num_top: int | None) -> tuple[TokenLogprobs, ...]:
+    """What a token is said to be worth: one value, or nothing if nobody asks."""
+    if num_top is None:
+        return ()
+    ranking = ((ord("!"), 0.0), *((ord("a") + index, -9999.0) for index in range(25)))
+    return (TokenLogprobs(token_id, -place / 8, ranking[:num_top]),)
 
 
 class FakeRequestStream:
@@ -59,7 +71,7 @@ class FakeRequestStream:
         self._client = client
         self._request = request
         room = client.info.max_model_len - len(request.prompt_token_ids)
-        self._limit = min(room, request.params.max_tokens or room)
+        self._limit = room if request.params.max_tokens is None else min(room, request.params.max_tokens)
         self._deltas = deltas
         self._position = 0
         self._ended = False
@@ -78,10 +90,17 @@ class FakeRequestStream:
         if client.fail_after is not None and self._position >= client.fail_after:
             self._end()
             raise EngineDeadError("The engine process ended while it answered this request; send the request again.")
+        params, prompt = self._request.params, self._request.prompt_token_ids
+        prompt_logprobs = [scored(token, place, params.prompt_logprobs) for place, token in enumerate(prompt[1:], 2)]
+        reason: FinishReason | None = None
+        if not self._limit:
+            self._end()
+            usage = Usage(len(prompt), 0, client.cached_tokens)
+            return RequestOutput("", (), usage, FinishReason.LENGTH, prompt_logprobs=sum(prompt_logprobs, ()))
         text = self._deltas[self._position] if self._position < len(self._deltas) else ""
         self._position += 1
         client.generated += 1
-        reason: FinishReason | None = None
+        token_id = client.token_of(text)
         if self._position >= len(self._deltas):
             reason = client.finish_reason
         elif self._position >= self._limit:
@@ -89,8 +108,10 @@ class FakeRequestStream:
         if reason is not None:
             self._end()
             client.finished.append(self.request_id)
-        usage = Usage(len(self._request.prompt_token_ids), self._position, client.cached_tokens)
-        return RequestOutput(text, (self._position,), usage, reason)
+        usage = Usage(len(prompt), self._position, client.cached_tokens)
+        logprobs = scored(token_id, self._position, params.logprobs)
+        told = sum(prompt_logprobs, ()) if self._position == 1 else ()
+        return RequestOutput(text, (token_id,), usage, reason, logprobs=logprobs, prompt_logprobs=told)
 
     async def aclose(self) -> None:
         if not self._ended:
@@ -124,6 +145,7 @@ class FakeEngineClient:
         max_requests: int = 64,
         num_kv_blocks: int = 4096,
         has_chat_template: bool = True,
+        has_bos: bool = False,
         default_sampling: Mapping[str, float] | None = None,
     ) -> None:
         self.answers = answers
@@ -132,6 +154,7 @@ class FakeEngineClient:
         self.finish_reason = finish_reason
         self.state = state
         self.detail = ""
+        self.has_bos = has_bos
         self.max_requests = max_requests
         self.cached_tokens = 0
         self.refuse_with: ApplianceError | None = None
@@ -145,6 +168,7 @@ class FakeEngineClient:
         self.messages: list[dict[str, Any]] = []
         self.template_kwargs: dict[str, Any] = {}
         self._serial = itertools.count()
+        self._given: list[str] = []
         self.info = ModelInfo(
             id=model_id,
             created=1_750_000_000,
@@ -198,9 +222,25 @@ class FakeEngineClient:
             text += "\n<assistant>"
         return [ord(character) for character in text]
 
-    async def encode_text(self, text: str) -> list[int]:
+    async def encode_text(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """A BOS would be a token 2."""
         self._require_ready()
-        return [ord(character) for character in text]
+        bos = [2] if add_special_tokens and self.has_bos else []
+        return bos + [ord(character) for character in text]
+
+    async def decode(self, token_ids: Sequence[int], *, param: str = "tokens") -> str:
+        self._require_ready()
+        _check_token_ids(token_ids, param)
+        return "".join(map(chr, token_ids))
+
+    async def token_bytes(self, token_ids: Sequence[int]) -> list[bytes]:
+        texts = [self._given[token - VOCAB_SIZE] if token >= VOCAB_SIZE else chr(token) for token in token_ids]
+        return [text.encode("utf-8", "replace") for text in texts]
+
+    def token_of(self, delta: str) -> int:
+        """An id for a scripted delta, beyond those of characters."""
+        self._given.append(delta)
+        return VOCAB_SIZE + len(self._given) - 1
 
     async def submit(
         self,
@@ -210,6 +250,7 @@ class FakeEngineClient:
         priority: Priority = Priority.NORMAL,
         request_id: str | None = None,
         param: str = "messages",
+        child_index: int = 0,
     ) -> FakeRequestStream:
         self._require_ready()
         if self.refuse_with is not None:
@@ -219,12 +260,13 @@ class FakeEngineClient:
             raise InvalidRequestError(f"{param} holds no token; send at least one.", param=param)
         if length >= self.info.max_model_len:
             raise ContextLengthError(length, params.max_tokens or 0, self.info.max_model_len, param=param)
-        if bad := [token for token in prompt_token_ids if not 0 <= token < VOCAB_SIZE]:
-            raise InvalidRequestError(f"Token id {bad[0]} is not below the vocabulary's {VOCAB_SIZE}.", param=param)
+        _check_token_ids(prompt_token_ids, param)
+        params.check_vocabulary(VOCAB_SIZE)
         if len(self.running) >= self.max_requests:
             raise QueueFullError(f"{len(self.running)} requests are queued already; try again in a moment.")
         serial = next(self._serial)
-        request = SubmittedRequest(request_id or f"request-{serial}", tuple(prompt_token_ids), params, priority, param)
+        request_id = request_id or f"request-{serial}"
+        request = SubmittedRequest(request_id, tuple(prompt_token_ids), params, priority, param, child_index)
         self.submitted.append(request)
         self.running[request.request_id] = -(-length // BLOCK_SIZE)
         return FakeRequestStream(self, request, self.answers[serial % len(self.answers)])
@@ -234,3 +276,8 @@ class FakeEngineClient:
             raise EngineLoadingError("The model is still being loaded; try again in a moment.")
         if self.state is not EngineState.READY:
             raise EngineDeadError("The engine has ended and will not be restarted; restart the appliance.")
+
+
+def _check_token_ids(token_ids: Sequence[int], param: str) -> None:
+    if bad := [token for token in token_ids if not 0 <= token < VOCAB_SIZE]:
+        raise InvalidRequestError(f"Token id {bad[0]} is not below the vocabulary's {VOCAB_SIZE}.", param=param)

@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from appliance.client import EngineClient, Priority, RequestStream
@@ -41,7 +41,33 @@ class ChatSettings:
 
     system_prompt: str = ""
     temperature: float = DEFAULT_TEMPERATURE
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
     max_tokens: int | None = None
+
+    def params(self) -> SamplingParams:
+        """Raises InvalidRequestError for what is out of range."""
+        return SamplingParams(
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            seed=self.seed,
+            max_tokens=self.max_tokens,
+        )
+
+
+def default_settings(suggested: Mapping[str, float]) -> ChatSettings:
+    """The settings of a page that nobody has touched; `suggested` is `ModelInfo.default_sampling`."""
+    settings = ChatSettings()
+    known = {name: value for name, value in suggested.items() if hasattr(settings, name)}
+    if "top_k" in known:
+        known["top_k"] = max(0, int(known["top_k"]))
+    return replace(settings, **known)  # type: ignore[arg-type]
 
 
 @dataclass(slots=True)
@@ -83,6 +109,11 @@ def prompt_messages(history: Sequence[Message], system_prompt: str) -> list[dict
     return messages
 
 
+def edited_turn(history: Sequence[Message], index: int, text: str) -> list[Message]:
+    """The history up to the user's message at `index`, which becomes `text`; what was said after it is gone."""
+    return [*history[:index], user_message(text)]
+
+
 def split_last_turn(history: Sequence[Message]) -> tuple[list[Message], str]:
     """The history before the last message of the user, and that message's text."""
     for index in range(len(history) - 1, -1, -1):
@@ -99,6 +130,9 @@ class Chat:
         self._observe = observe
         self._runs: dict[str, _Run] = {}
 
+    def is_answering(self, session: str) -> bool:
+        return session in self._runs
+
     def stop(self, session: str, *, discard: bool = False) -> None:
         """End the page's running answer; with `discard` the conversation too. Nothing running: nothing happens."""
         if run := self._runs.get(session):
@@ -110,8 +144,8 @@ class Chat:
     ) -> AsyncGenerator[list[Message]]:
         """Yield `history` with a growing answer; the last one has the whole text and a note on tokens and times.
 
-        Whatever goes wrong ends up as a note in the chat. Close this generator (`aclosing`) to leave it early: then
-        the request has ended in the engine or is aborted.
+        Whatever goes wrong ends up as a note in the chat. A turn that the page's next one replaces yields nothing more.
+        Close this generator (`aclosing`) to leave it early: then the request has ended in the engine or is aborted.
         """
         self.stop(session)
         run = self._runs[session] = _Run()
@@ -130,8 +164,11 @@ class Chat:
             _logger.exception("a chat turn failed")
             note = error_note("This answer failed inside the appliance; its log says why. You can go on chatting.")
         finally:
-            if self._runs.get(session) is run:
+            is_last = self._runs.get(session) is run
+            if is_last:
                 del self._runs[session]
+        if not is_last:
+            return
         shown = [encode(answer.text)] if answer.text else []
         yield [] if run.discard else [*history, message("assistant", *shown, note)]
 
@@ -140,7 +177,7 @@ class Chat:
     ) -> AsyncGenerator[str]:
         """The text so far, again and again while it grows."""
         prompt = await self._client.encode_chat(messages)
-        request = self._client.submit(prompt, self._params(settings), priority=Priority.INTERACTIVE)
+        request = self._client.submit(prompt, settings.params(), priority=Priority.INTERACTIVE)
         async with aclosing(await request) as submitted:
             stream = self._observe(submitted) if self._observe is not None else submitted
             reader = asyncio.create_task(answer.read(stream))
@@ -159,16 +196,3 @@ class Chat:
                 stopped.cancel()
                 await asyncio.gather(reader, stopped, return_exceptions=True)
                 await stream.aclose()
-
-    def _params(self, settings: ChatSettings) -> SamplingParams:
-        """The page's wishes over the model's own defaults."""
-        info = self._client.model_info
-        defaults = info.default_sampling if info is not None else {}
-        return SamplingParams(
-            temperature=settings.temperature,
-            top_p=defaults.get("top_p", 1.0),
-            top_k=int(defaults.get("top_k", 0)),
-            min_p=defaults.get("min_p", 0.0),
-            repetition_penalty=defaults.get("repetition_penalty", 1.0),
-            max_tokens=settings.max_tokens,
-        )

@@ -9,6 +9,17 @@
       .replace(/\\\(\{\}(.*?)\\\)/g, "$$$1$$")
       .replace(/&#0060;/g, "<");
 
+  // What is edited is the text itself too; it is encoded again when it is sent.
+  new MutationObserver((changes) => {
+    for (const change of changes)
+      for (const node of change.addedNodes) {
+        const area = node instanceof Element && (node.matches(".edit-textarea") ? node : node.querySelector(".edit-textarea"));
+        if (!area || area.value === decode(area.value)) continue;
+        area.value = decode(area.value);
+        area.dispatchEvent(new Event("input", { bubbles: true }));
+      }
+  }).observe(document, { childList: true, subtree: true });
+
   if (navigator.clipboard) {
     const write = navigator.clipboard.writeText.bind(navigator.clipboard);
     navigator.clipboard.writeText = (text) => write(decode(text));

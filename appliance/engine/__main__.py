@@ -59,7 +59,14 @@ class Core(Protocol):
     @property
     def has_work(self) -> bool: ...
 
-    def add(self, request_id: str, prompt_token_ids: list[int], params: SamplingParams, priority: Priority) -> None: ...
+    def add(
+        self,
+        request_id: str,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        priority: Priority,
+        child_index: int,
+    ) -> None: ...
 
     def abort(self, request_id: str) -> bool: ...
 
@@ -126,7 +133,7 @@ def _serve(core: Core, socket: zmq.Socket[bytes]) -> None:
 
 def _add(core: Core, message: Add, socket: zmq.Socket[bytes]) -> None:
     try:
-        core.add(message.request_id, message.prompt_token_ids, message.params, message.priority)
+        core.add(message.request_id, message.prompt_token_ids, message.params, message.priority, message.child_index)
     except ApplianceError as error:
         _send(socket, refusal(message.request_id, error))
     else:

@@ -56,7 +56,7 @@ class BlockManager:
         Cut to whole blocks strictly before the request's last token, which must be computed to sample from.
         """
         blocks: list[int] = []
-        if self.enable_prefix_caching:
+        if self.enable_prefix_caching and request.reads_prefix_cache:
             for index in range((request.num_tokens - 1) // self.block_size):
                 block = self._block_of.get(self._digest(request, index))
                 if block is None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 import time
 from collections.abc import Callable, Sequence
 
-from appliance.client import EngineStats, FinishReason, ModelInfo, Priority
+from torch import Tensor
+
+from appliance.client import EngineStats, FinishReason, ModelInfo, Priority, TokenLogprobs
 from appliance.config import EngineConfig
 from appliance.engine.input_batch import InputBatch
+from appliance.engine.logprobs import token_logprobs
 from appliance.engine.model_runner import ModelRunner
 from appliance.engine.request import Request, StepOutput
 from appliance.engine.sampler import Sampler, SamplingRow
@@ -70,11 +74,18 @@ class EngineCore:
         return cls(config, runner, [token for token in eos_token_ids(config.model) if token < runner.loaded.vocab_size])
 
     def add(
-        self, request_id: str, prompt_token_ids: list[int], params: SamplingParams, priority: Priority = Priority.NORMAL
+        self,
+        request_id: str,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        priority: Priority = Priority.NORMAL,
+        child_index: int = 0,
     ) -> None:
         """Queue a request. Raises ContextLengthError, CapacityError or QueueFullError."""
         seed = secrets.randbits(64) if params.seed is None else params.seed % (1 << 64)
-        self.scheduler.add(Request(request_id, prompt_token_ids, params, priority=priority, seed=seed))
+        self.scheduler.add(
+            Request(request_id, prompt_token_ids, params, priority=priority, seed=seed, child_index=child_index)
+        )
 
     def abort(self, request_id: str) -> bool:
         """End a request and free its blocks; False if it has ended already."""
@@ -91,12 +102,17 @@ class EngineCore:
             return []
         logits = self.runner.execute(InputBatch.build(output.scheduled, self.block_size))
         sampling = [chunk for chunk in output.scheduled if chunk.samples]
-        result = self.sampler(logits, [self._row(chunk) for chunk in sampling])
-        faulty = [sampling[row].request for row in result.faulty]
+        result = self.sampler(logits[: len(sampling)], [self._row(chunk) for chunk in sampling])
+        sampled = {chunk.request.request_id: (token,) for chunk, token in zip(sampling, result.token_ids, strict=True)}
+        logprobs = {sampling[row].request.request_id: (found,) for row, found in result.logprobs.items()}
+        prompt_logprobs = self._score_prompts(output.scheduled, logits[len(sampling) :])
+        faulty = {sampling[row].request for row in result.faulty}
+        for chunk in output.scheduled:
+            if any(math.isnan(found.logprob) for found in prompt_logprobs.get(chunk.request.request_id, ())):
+                faulty.add(chunk.request)
         for request in faulty:
             self.scheduler.abort(request.request_id)
-        sampled = {chunk.request.request_id: (token,) for chunk, token in zip(sampling, result.token_ids, strict=True)}
-        outputs = self.scheduler.commit(output, sampled)
+        outputs = self.scheduler.commit(output, sampled, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
         outputs += [
             StepOutput(r.request_id, (), FinishReason.ERROR, None, r.num_prompt_tokens, r.num_cached_tokens)
             for r in faulty
@@ -120,6 +136,20 @@ class EngineCore:
             steps=self.num_steps,
         )
 
+    def _score_prompts(self, scheduled: Sequence[ScheduledRequest], logits: Tensor) -> dict[str, list[TokenLogprobs]]:
+        """By request id: what logits [R, >= vocab_size], the rows of all scored positions, say of the tokens there."""
+        scored: dict[str, list[TokenLogprobs]] = {}
+        first = 0
+        for chunk in scheduled:
+            positions, request = chunk.scored_positions, chunk.request
+            if not positions:
+                continue
+            rows = logits[first : first + len(positions), : self.model_info.vocab_size]
+            token_ids = request.token_ids(positions.start + 1, positions.stop + 1)
+            scored[request.request_id] = token_logprobs(rows, token_ids, request.params.prompt_logprobs or 0)
+            first += len(positions)
+        return scored
+
     def _row(self, chunk: ScheduledRequest) -> SamplingRow:
         request = chunk.request
         return SamplingRow(
@@ -130,4 +160,5 @@ class EngineCore:
             output_token_ids=request.output_token_ids,
             # Ignored, they are tokens like others and min_tokens has nothing to mask.
             eos_token_ids=() if request.params.ignore_eos else self.eos_token_ids,
+            child_index=request.child_index,
         )

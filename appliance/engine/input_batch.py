@@ -16,7 +16,7 @@ class InputBatch:
     """T rows of B requests, decodes first.
 
     input_ids, positions, slot_mapping: [T] int64. query_start_loc: B + 1 offsets; seq_lens: lengths after the step.
-    logits_rows: [R] int64, the last row of each request that samples.
+    logits_rows: [R] int64, the last row of each request that samples, then all `scored_positions`, request by request.
     """
 
     input_ids: Tensor
@@ -33,10 +33,13 @@ class InputBatch:
         input_ids: list[int] = []
         positions: list[int] = []
         slots: list[int] = []
-        starts, seq_lens, rows = [0], [], []
+        starts, seq_lens = [0], []
+        sampling_rows: list[int] = []
+        scored_rows: list[int] = []
         for chunk in scheduled:
             request, start = chunk.request, chunk.request.num_computed_tokens
             stop = start + chunk.num_tokens
+            scored_rows += (len(input_ids) + position - start for position in chunk.scored_positions)
             input_ids += request.token_ids(start, stop)
             positions += range(start, stop)
             table = request.block_table
@@ -44,7 +47,7 @@ class InputBatch:
             starts.append(len(input_ids))
             seq_lens.append(stop)
             if chunk.samples:
-                rows.append(len(input_ids) - 1)
+                sampling_rows.append(len(input_ids) - 1)
         return cls(
             input_ids=torch.tensor(input_ids),
             positions=torch.tensor(positions),
@@ -53,5 +56,5 @@ class InputBatch:
             seq_lens=seq_lens,
             block_tables=[chunk.request.block_table for chunk in scheduled],
             num_decode=sum(not chunk.is_prefill for chunk in scheduled),
-            logits_rows=torch.tensor(rows, dtype=torch.int64),
+            logits_rows=torch.tensor(sampling_rows + scored_rows, dtype=torch.int64),
         )

@@ -26,6 +26,7 @@ class Add(Message, frozen=True):
     prompt_token_ids: list[int]
     params: SamplingParams
     priority: Priority
+    child_index: int = 0
 
 
 class Abort(Message, frozen=True):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import KW_ONLY, dataclass, field
 from enum import Enum
 
-from appliance.client import FinishReason, Priority
+from appliance.client import FinishReason, Priority, TokenLogprobs
 from appliance.sampling_params import SamplingParams
 
 
@@ -35,7 +35,9 @@ class Request:
     _: KW_ONLY
     priority: Priority = Priority.NORMAL
     seed: int
-    """uint64: with the output position it decides every draw."""
+    """uint64: with the output position and child_index it decides every draw."""
+    child_index: int = 0
+    """Which of several answers to one prompt."""
 
     arrival: int = field(default=0, init=False)
     """Counts up over all requests ever added; kept through preemption."""
@@ -47,6 +49,8 @@ class Request:
     num_cached_tokens: int = field(default=0, init=False)
     """Prompt tokens that the first admission found in the prefix cache."""
     num_preemptions: int = field(default=0, init=False)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list, init=False)
+    """Of the prompt's tokens from the second on, as far as they are known; kept through preemption."""
 
     block_table: list[int] = field(default_factory=list, init=False)
     """KV block of each block_size positions. The block manager's, as are the next two."""
@@ -70,6 +74,11 @@ class Request:
     @property
     def num_uncomputed_tokens(self) -> int:
         return self.num_tokens - self.num_computed_tokens
+
+    @property
+    def reads_prefix_cache(self) -> bool:
+        """Cached tokens have no logits, so whoever wants their log probabilities computes all."""
+        return self.params.prompt_logprobs is None
 
     @property
     def rank(self) -> tuple[int, int]:
@@ -97,3 +106,7 @@ class StepOutput:
     """The id of stop_token_ids that ended the answer; None for an end-of-sequence token."""
     num_prompt_tokens: int
     num_cached_tokens: int
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """One for each of token_ids, if asked for."""
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    """Of all prompt tokens but the first, in the request's first output, if asked for."""

@@ -1,7 +1,7 @@
 """From logits to token ids.
 
-Order of a row's operations: repetition penalty (prompt and output), frequency and presence penalty (output only),
-min_tokens mask; then, unless the row is greedy, temperature, top_k, top_p, min_p, one draw.
+Order of a row's operations: repetition penalty (prompt and output), frequency and presence penalty (output only), logit
+bias, min_tokens mask; then, unless the row is greedy, temperature, top_k, top_p, min_p, one draw.
 
 * top_k keeps exactly k tokens; equal ones rank by lower id, as they do in a greedy row.
 * top_p keeps the shortest run of most likely tokens whose share of what top_k left reaches top_p.
@@ -22,13 +22,15 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from appliance.client import TokenLogprobs
+from appliance.engine.logprobs import token_logprobs
 from appliance.engine.philox import uniforms
-from appliance.sampling_params import SamplingParams
+from appliance.sampling_params import MAX_BIAS, SamplingParams
 
 NO_TOKEN = -1
 """Stands for the token of a faulty row."""
@@ -63,6 +65,7 @@ class SamplingRow:
             and params.repetition_penalty == 1.0
             and params.frequency_penalty == 0.0
             and params.presence_penalty == 0.0
+            and not params.logit_bias
         )
 
 
@@ -74,6 +77,8 @@ class SampleResult:
     """One a row; NO_TOKEN for faulty rows."""
     faulty: list[int]
     """Rows, ascending, that cannot be sampled: their logits hold NaN or +inf, or nothing finite is left of them."""
+    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
+    """By row, of the rows that ask for them and are not faulty."""
 
 
 class Sampler:
@@ -117,11 +122,15 @@ class Sampler:
             )
             for (i, j), number in zip(drawn, numbers, strict=True):
                 token_ids[i] = _draw(probabilities[j], rows[i].params, number)
-        return SampleResult(token_ids, faulty)
+        logprobs = {}
+        for i, row in enumerate(rows):
+            if row.params.logprobs is not None and token_ids[i] != NO_TOKEN:
+                [logprobs[i]] = token_logprobs(logits[i : i + 1], [token_ids[i]], row.params.logprobs)
+        return SampleResult(token_ids, faulty, logprobs)
 
 
 def _apply_penalties(scores: Tensor, row: SamplingRow) -> None:
-    """Apply a row's penalties and its min_tokens mask to its scores [V], float32, in place."""
+    """Apply a row's penalties, biases and its min_tokens mask to its scores [V], float32, in place."""
     params = row.params
     if params.repetition_penalty != 1.0:
         seen = _indices({*row.prompt_token_ids, *row.output_token_ids}, scores)
@@ -132,8 +141,23 @@ def _apply_penalties(scores: Tensor, row: SamplingRow) -> None:
         counts = Counter(row.output_token_ids)
         amounts = [params.frequency_penalty * count + params.presence_penalty for count in counts.values()]
         scores[_indices(counts, scores)] -= torch.tensor(amounts, device=scores.device)
+    if params.logit_bias:
+        _apply_biases(scores, params)
     if row.position < params.min_tokens:
         scores[_indices((*row.eos_token_ids, *params.stop_token_ids), scores)] = -math.inf
+
+
+def _apply_biases(scores: Tensor, params: SamplingParams) -> None:
+    """Add a row's biases; the largest leaves no token without it, the smallest none with it, whatever the logits."""
+    tokens = _indices((token for token, _ in params.logit_bias), scores)
+    biases = torch.tensor([bias for _, bias in params.logit_bias], device=scores.device)
+    scores[tokens] += biases.clamp(-MAX_BIAS, MAX_BIAS)
+    scores[tokens[biases <= -MAX_BIAS]] = -math.inf
+    forced = tokens[biases >= MAX_BIAS]
+    if len(forced):
+        kept = scores[forced]
+        scores.fill_(-math.inf)
+        scores[forced] = kept
 
 
 def _indices(token_ids: Iterable[int], scores: Tensor) -> Tensor:

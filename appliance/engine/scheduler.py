@@ -14,10 +14,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 
-from appliance.client import FinishReason, Priority
+from appliance.client import FinishReason, Priority, TokenLogprobs
 from appliance.engine.block_manager import BlockManager
 from appliance.engine.request import Request, RequestStatus, StepOutput
 from appliance.errors import CapacityError, ContextLengthError, QueueFullError
+
+_NOTHING: Mapping[str, Sequence[TokenLogprobs]] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +53,16 @@ class ScheduledRequest:
     def samples(self) -> bool:
         """The chunk reaches the last token, so its last row gives the next one."""
         return self.request.num_uncomputed_tokens == self.num_tokens
+
+    @property
+    def scored_positions(self) -> range:
+        """Positions of the chunk whose logits tell how likely the prompt's next token was, where that is asked for."""
+        request = self.request
+        if request.params.prompt_logprobs is None:
+            return range(0)
+        start, stop = request.num_computed_tokens, request.num_computed_tokens + self.num_tokens
+        # Those known already, from before a preemption, are left as they are.
+        return range(max(start, len(request.prompt_logprobs)), min(stop, request.num_prompt_tokens - 1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,11 +204,19 @@ class Scheduler:
         scheduled = sorted(step.chunks.values(), key=lambda chunk: chunk.is_prefill)
         return SchedulerOutput(scheduled, self.config.max_num_batched_tokens - step.budget, step.num_preempted)
 
-    def commit(self, output: SchedulerOutput, sampled: Mapping[str, Sequence[int]]) -> list[StepOutput]:
+    def commit(
+        self,
+        output: SchedulerOutput,
+        sampled: Mapping[str, Sequence[int]],
+        *,
+        logprobs: Mapping[str, Sequence[TokenLogprobs]] = _NOTHING,
+        prompt_logprobs: Mapping[str, Sequence[TokenLogprobs]] = _NOTHING,
+    ) -> list[StepOutput]:
         """Apply a step that has run: KV of its tokens is in the cache, `sampled` holds new tokens by request id.
 
         A request whose chunk samples may get any number of tokens; those after the one that ends it are dropped, and
-        with none its last token is computed again. Requests aborted since `schedule` are skipped.
+        with none its last token is computed again. Requests aborted since `schedule` are skipped. By request id too:
+        `logprobs` of the sampled tokens, `prompt_logprobs` of what follows each chunk's `scored_positions`.
         """
         outputs = []
         for chunk in output.scheduled:
@@ -205,6 +225,7 @@ class Scheduler:
                 continue
             candidates = sampled.get(request.request_id, ())
             assert chunk.samples or not candidates, f"{request.request_id} has tokens from an unfinished prefill"
+            request.prompt_logprobs += prompt_logprobs.get(request.request_id, ())
             num_before = len(request.output_token_ids)
             finish_reason, stop_token = self._append(request, candidates)
             request.num_computed_tokens = min(request.num_computed_tokens + chunk.num_tokens, request.num_tokens - 1)
@@ -213,7 +234,7 @@ class Scheduler:
             self.totals.generation_tokens += len(token_ids)
             if finish_reason is not None:
                 self._end(request)
-            if token_ids:
+            if token_ids or finish_reason is not None:
                 outputs.append(
                     StepOutput(
                         request.request_id,
@@ -222,6 +243,8 @@ class Scheduler:
                         stop_token,
                         request.num_prompt_tokens,
                         request.num_cached_tokens,
+                        tuple(logprobs.get(request.request_id, ())[: len(token_ids)]),
+                        tuple(request.prompt_logprobs) if num_before == 0 else (),
                     )
                 )
         return outputs
@@ -261,7 +284,8 @@ class Scheduler:
     def _admit(self, step: _Step) -> None:
         """Start waiting requests in order of rank while their expected blocks are free and spoken for by nobody.
 
-        The first that does not fit ends it, so that small requests never starve a large one. With nothing running it
+        The first that does not fit ends it, so that small requests never starve a large one; a request that waits for
+        its sibling's prompt holds up nobody. With nothing running it
         always fits: no answer is expected beyond max_tokens, which the whole pool holds. Budget left over means that
         every running request has tokens in this step, so there are never more of them than the budget has tokens.
         """
@@ -269,13 +293,17 @@ class Scheduler:
             return
         manager = self.block_manager
         num_promised = sum(self._num_missing_blocks(request) for request in self._running)
-        while self._waiting and step.budget and len(self._running) < self.config.max_num_seqs:
-            request = self._waiting[0]
+        index = 0
+        while index < len(self._waiting) and step.budget and len(self._running) < self.config.max_num_seqs:
+            request = self._waiting[index]
+            if self._awaits_sibling(request):
+                index += 1
+                continue
             prefix = manager.match_prefix(request)
             num_needed = self._num_missing_blocks(request) - len(prefix) + manager.num_unreferenced(prefix)
             if num_needed > manager.num_free_blocks - num_promised:
                 return
-            del self._waiting[0]
+            del self._waiting[index]
             self._start(request, prefix)
             num_tokens = min(request.num_uncomputed_tokens, step.budget)
             has_grown = manager.grow(request, num_tokens)
@@ -291,9 +319,20 @@ class Scheduler:
         if request.num_preemptions == 0:
             request.num_cached_tokens = request.num_computed_tokens
             self.totals.prompt_tokens += request.num_prompt_tokens
-            if self.config.enable_prefix_caching:
+            if self.config.enable_prefix_caching and request.reads_prefix_cache:
                 self.totals.prefix_cache_query_tokens += request.num_prompt_tokens
                 self.totals.prefix_cache_hit_tokens += request.num_cached_tokens
+
+    def _awaits_sibling(self, request: Request) -> bool:
+        """Whether an answer to the same prompt is computing blocks of it that can be shared once they are there."""
+        if not request.child_index or not self.config.enable_prefix_caching or not request.reads_prefix_cache:
+            return False
+        shareable = (request.num_prompt_tokens - 1) // self.config.block_size
+        return any(
+            other.num_computed_tokens // self.config.block_size < shareable
+            and other.prompt_token_ids == request.prompt_token_ids
+            for other in self._running
+        )
 
     def _num_missing_blocks(self, request: Request) -> int:
         """Blocks the request is expected to take yet: for all its tokens, and for an answer of the usual length."""
@@ -305,6 +344,8 @@ class Scheduler:
         """Append tokens up to the first that ends the answer; return why it ended, and the stop token if one did it."""
         params = request.params
         for token in candidates:
+            if not request.max_tokens:
+                return FinishReason.LENGTH, None
             request.output_token_ids.append(token)
             num_output = len(request.output_token_ids)
             # min_tokens counts what comes before the ending token.

@@ -1,29 +1,62 @@
-"""Answers in the words of the OpenAI protocol: usage, finish reasons, the text of streams read to their end."""
+"""Answers in the words of the OpenAI protocol: choices, usage, finish reasons, streams read to their end."""
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import itertools
 from collections.abc import Coroutine, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from starlette.types import Receive
 
-from appliance.client import FinishReason, RequestOutput, RequestStream, Usage
+from appliance.client import EngineClient, FinishReason, Priority, RequestOutput, RequestStream, Usage
 from appliance.errors import EngineDeadError
+from appliance.sampling_params import SamplingParams
 from appliance.server.disconnect import run_while_connected
 from appliance.server.errors import RequestFailedError
 
 Result = TypeVar("Result")
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """One whole answer."""
+async def submit_choices(
+    client: EngineClient,
+    prompts: Sequence[Sequence[int]],
+    params: SamplingParams,
+    *,
+    n: int,
+    priority: Priority,
+    answer_id: str,
+    param: str,
+) -> list[RequestStream]:
+    """n answers to each prompt, those to one prompt side by side. If one is refused, none is left running.
 
-    text: str
-    last: RequestOutput
-    """Carries the usage and why it ended."""
+    Raises what `EngineClient.submit` raises.
+    """
+    choices = list(itertools.product(prompts, range(n)))
+    # All at once: the engine looks into its inbox between steps, and each of them would wait for a step of its own.
+    submissions = [
+        asyncio.create_task(
+            client.submit(
+                tokens,
+                params,
+                priority=priority,
+                request_id=answer_id if len(choices) == 1 else f"{answer_id}-{index}",
+                param=param,
+                child_index=child_index,
+            )
+        )
+        for index, (tokens, child_index) in enumerate(choices)
+    ]
+    try:
+        return await asyncio.gather(*submissions)
+    except BaseException:
+        for submission in submissions:
+            submission.cancel()
+        for outcome in await asyncio.gather(*submissions, return_exceptions=True):
+            if not isinstance(outcome, BaseException):
+                await outcome.aclose()
+        raise
 
 
 def finish_reason(output: RequestOutput) -> str:
@@ -33,21 +66,21 @@ def finish_reason(output: RequestOutput) -> str:
     raise RequestFailedError("The engine ended this request before it was answered; send it again.")
 
 
-def usage_content(usages: Sequence[Usage]) -> dict[str, Any]:
-    """The `usage` object, summed over the choices of one request."""
-    prompt = sum(usage.prompt_tokens for usage in usages)
+def usage_content(usages: Sequence[Usage], n: int = 1) -> dict[str, Any]:
+    """The `usage` object, summed over the choices of one request. Each n of them share a prompt, which counts once."""
+    prompt = sum(usage.prompt_tokens for usage in usages[::n])
     completion = sum(usage.completion_tokens for usage in usages)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": sum(usage.cached_tokens for usage in usages)},
+        "prompt_tokens_details": {"cached_tokens": sum(usage.cached_tokens for usage in usages[::n])},
         "completion_tokens_details": {"reasoning_tokens": 0},
     }
 
 
-async def read_answers(streams: Sequence[RequestStream], receive: Receive) -> list[Answer]:
-    """Read all streams to their end, in one order; all are closed, however this returns.
+async def read_answers(streams: Sequence[RequestStream], receive: Receive) -> list[RequestOutput]:
+    """Read all streams to their end: each whole answer as one output, in their order. All are closed in any case.
 
     Raises ClientGoneError if the client disconnects, RequestFailedError, EngineDeadError.
     """
@@ -70,11 +103,21 @@ async def together(works: Sequence[Coroutine[Any, Any, Result]]) -> list[Result]
     return [task.result() for task in tasks]
 
 
-async def _read(stream: RequestStream) -> Answer:
-    texts = []
+async def _read(stream: RequestStream) -> RequestOutput:
+    outputs = []
     async for output in stream:
-        texts.append(output.text)
+        outputs.append(output)
         if output.finish_reason is not None:
             finish_reason(output)
-            return Answer("".join(texts), output)
+            return _joined(outputs)
     raise EngineDeadError("The engine ended the answer without a reason; send the request again.")
+
+
+def _joined(outputs: Sequence[RequestOutput]) -> RequestOutput:
+    return dataclasses.replace(
+        outputs[-1],
+        text="".join(output.text for output in outputs),
+        token_ids=tuple(itertools.chain.from_iterable(output.token_ids for output in outputs)),
+        logprobs=tuple(itertools.chain.from_iterable(output.logprobs for output in outputs)),
+        prompt_logprobs=tuple(itertools.chain.from_iterable(output.prompt_logprobs for output in outputs)),
+    )

@@ -20,6 +20,7 @@ from appliance.server.models import list_models_handler, retrieve_model_handler
 from appliance.server.routes import API_PREFIXES
 from appliance.server.security import SecurityMiddleware
 from appliance.server.settings import ServerSettings
+from appliance.server.tokenize import detokenize_handler, tokenize_handler
 
 _ALL_METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
 
@@ -40,6 +41,8 @@ def create_app(client: EngineClient, settings: ServerSettings) -> FastAPI:
         app.add_route(f"{prefix}/models/{{model_id:path}}", retrieve_model_handler(measured, settings), ["GET"])
         app.add_route(f"{prefix}/chat/completions", chat_completions_handler(measured, settings), ["POST"])
         app.add_route(f"{prefix}/completions", completions_handler(measured, settings), ["POST"])
+        app.add_route(f"{prefix}/tokenize", tokenize_handler(measured, settings), ["POST"])
+        app.add_route(f"{prefix}/detokenize", detokenize_handler(measured, settings), ["POST"])
     app.add_route("/health", health_handler(measured), ["GET"])
     app.add_route("/metrics", metrics_handler(metrics), ["GET"])
     app.add_route("/version", version, ["GET"])

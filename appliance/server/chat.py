@@ -11,8 +11,9 @@ from starlette.responses import JSONResponse, Response
 
 from appliance.client import EngineClient
 from appliance.errors import InvalidRequestError, UnsupportedValueError
-from appliance.server.answers import finish_reason, read_answers, usage_content
+from appliance.server.answers import finish_reason, read_answers, submit_choices, usage_content
 from appliance.server.body import parse, read_json
+from appliance.server.logprobs import ChatLogprobs
 from appliance.server.messages import normalise_messages
 from appliance.server.models import require_model
 from appliance.server.protocol import ChatRequest
@@ -49,49 +50,56 @@ def chat_completions_handler(client: EngineClient, settings: ServerSettings) -> 
 
     async def chat_completions(request: Request) -> Response:
         content = await read_json(request)
-        refuse_unsupported(content)
+        refuse_unsupported(content, is_chat=True)
         body = parse(ChatRequest, content)
         info = require_model(client, settings, body.model)
         messages = normalise_messages(body.messages, info.id)
-        template_kwargs = _template_kwargs(body, messages)
+        kwargs = template_kwargs(body, messages)
         params = body.sampling_params(info.default_sampling, default_max_tokens=None)
-        tokens = await client.encode_chat(messages, template_kwargs=template_kwargs)
+        tokens = await client.encode_chat(messages, template_kwargs=kwargs)
         answer_id = f"chatcmpl-{uuid.uuid4().hex}"
         created = int(time.time())
-        stream = await client.submit(tokens, params, priority=body.priority, request_id=answer_id, param="messages")
+        streams = await submit_choices(
+            client, [tokens], params, n=body.n, priority=body.priority, answer_id=answer_id, param="messages"
+        )
+        logprobs = ChatLogprobs(client) if body.logprobs else None
         if body.stream:
             writer = ChunkWriter(
                 CHAT_CHUNK,
                 answer_id=answer_id,
                 created=created,
                 model=info.id,
-                choices=1,
+                choices=body.n,
+                n=body.n,
                 options=body.stream_options,
             )
-            return StreamingAnswer([stream], writer, settings.keepalive_s)
-        (answer,) = await read_answers([stream], request.receive)
-        choice = {
-            "index": 0,
-            "message": {"role": "assistant", "content": answer.text, "refusal": None},
-            "logprobs": None,
-            "finish_reason": finish_reason(answer.last),
-            "stop_reason": answer.last.stop_reason,
-        }
+            return StreamingAnswer(streams, writer, settings.keepalive_s, [logprobs] * body.n)
+        answers = await read_answers(streams, request.receive)
+        choices = [
+            {
+                "index": index,
+                "message": {"role": "assistant", "content": answer.text, "refusal": None},
+                "logprobs": None if logprobs is None else await logprobs.content(answer),
+                "finish_reason": finish_reason(answer),
+                "stop_reason": answer.stop_reason,
+            }
+            for index, answer in enumerate(answers)
+        ]
         return JSONResponse(
             {
                 "id": answer_id,
                 "object": "chat.completion",
                 "created": created,
                 "model": info.id,
-                "choices": [choice],
-                "usage": usage_content([answer.last.usage]),
+                "choices": choices,
+                "usage": usage_content([answer.usage for answer in answers], body.n),
             }
         )
 
     return chat_completions
 
 
-def _template_kwargs(body: ChatRequest, messages: list[dict[str, Any]]) -> dict[str, Any]:
+def template_kwargs(body: ChatRequest, messages: list[dict[str, Any]]) -> dict[str, Any]:
     """What the template gets besides the messages. Raises InvalidRequestError, UnsupportedValueError."""
     if reserved := sorted(_RESERVED_TEMPLATE_KWARGS & body.chat_template_kwargs.keys()):
         raise UnsupportedValueError(

@@ -10,7 +10,7 @@ from starlette.routing import Match, Route
 from appliance.server.errors import MethodNotAllowedError, RouteNotFoundError
 from appliance.server.routes import Handler
 
-_LATER = frozenset({"responses", "messages", "embeddings", "tokenize", "detokenize", "api"})
+_LATER = frozenset({"responses", "messages", "embeddings", "api"})
 """First segments, after /v1, of endpoints that this version does not have."""
 
 

@@ -97,8 +97,14 @@ class MeasuredClient:
     ) -> list[int]:
         return await self._client.encode_chat(messages, template_kwargs=template_kwargs)
 
-    async def encode_text(self, text: str) -> list[int]:
-        return await self._client.encode_text(text)
+    async def encode_text(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return await self._client.encode_text(text, add_special_tokens=add_special_tokens)
+
+    async def decode(self, token_ids: Sequence[int], *, param: str = "tokens") -> str:
+        return await self._client.decode(token_ids, param=param)
+
+    async def token_bytes(self, token_ids: Sequence[int]) -> list[bytes]:
+        return await self._client.token_bytes(token_ids)
 
     async def submit(
         self,
@@ -108,9 +114,15 @@ class MeasuredClient:
         priority: Priority = Priority.NORMAL,
         request_id: str | None = None,
         param: str = "messages",
+        child_index: int = 0,
     ) -> MeasuredStream:
         submitted_s = time.monotonic()
         stream = await self._client.submit(
-            prompt_token_ids, params, priority=priority, request_id=request_id, param=param
+            prompt_token_ids,
+            params,
+            priority=priority,
+            request_id=request_id,
+            param=param,
+            child_index=child_index,
         )
         return MeasuredStream(stream, self._metrics, submitted_s)

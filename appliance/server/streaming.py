@@ -12,6 +12,7 @@ from appliance.client import RequestStream
 from appliance.errors import ApplianceError, EngineDeadError
 from appliance.server.answers import together
 from appliance.server.disconnect import run_while_connected
+from appliance.server.logprobs import LogprobsForm
 from appliance.server.sse import DONE, ChunkWriter, error_event
 
 _HEADERS = {
@@ -28,13 +29,21 @@ class StreamingAnswer(Response):
     (llama-index after 60 s), and comments, the usual means, break parsers.
     """
 
-    def __init__(self, streams: Sequence[RequestStream], writer: ChunkWriter, keepalive_s: float) -> None:
+    def __init__(
+        self,
+        streams: Sequence[RequestStream],
+        writer: ChunkWriter,
+        keepalive_s: float,
+        logprobs: Sequence[LogprobsForm | None],
+    ) -> None:
+        """`logprobs`, one a stream, tells log probabilities where they are asked for."""
         self.status_code = 200
         self.background = None
         self.init_headers(_HEADERS)
         self._streams = streams
         self._writer = writer
         self._keepalive_s = keepalive_s
+        self._logprobs = logprobs
         self._open = list(range(len(streams)))
         self._sent_s = 0.0
 
@@ -60,9 +69,9 @@ class StreamingAnswer(Response):
         return self._writer.ending()
 
     async def _forward(self, index: int, stream: RequestStream) -> None:
-        writer = self._writer
+        writer, form = self._writer, self._logprobs[index]
         async for output in stream:
-            chunk = writer.text(index, output)
+            chunk = writer.text(index, output, None if form is None else await form.content(output))
             if output.finish_reason is not None:
                 self._open.remove(index)
                 await self._write(chunk + writer.finish(index, output))

@@ -11,8 +11,8 @@ from typing import Any
 from appliance.errors import UnsupportedValueError
 from appliance.server.body import quoted
 
-_ONE_ANSWER = "this version gives one answer a request; send the request again for another"
-_NO_LOGPROBS = "this version returns no log probabilities; leave it out"
+_NO_SEARCH = "this version samples each answer by itself; leave it out"
+_NO_PROMPT_LOGPROBS = "log probabilities of a prompt come from /v1/completions with echo and logprobs"
 _NO_CONSTRAINT = "this version does not constrain the form of answers; describe the form in the prompt"
 _NO_TOOLS = "this version calls no tools; leave it out or set tool_choice to 'none'"
 _NO_SAMPLER = "this version has no such sampler; use temperature, top_p, top_k or min_p"
@@ -20,14 +20,8 @@ _NO_TEMPLATE = "only the model's own chat template is used; leave it out"
 _TEXT_ONLY = "the model answers in text only; leave it out"
 
 _FIELDS: Mapping[str, tuple[tuple[Any, ...], str]] = {
-    "n": ((1,), _ONE_ANSWER),
-    "best_of": ((1,), _ONE_ANSWER),
-    "use_beam_search": ((False,), _ONE_ANSWER),
-    "logprobs": ((False,), _NO_LOGPROBS),
-    "top_logprobs": ((0,), _NO_LOGPROBS),
-    "prompt_logprobs": ((False,), _NO_LOGPROBS),
-    "logit_bias": (({},), "this version applies no logit bias; leave it out"),
-    "echo": ((False,), "this version does not repeat the prompt; put it before the answer yourself"),
+    "use_beam_search": ((False,), _NO_SEARCH),
+    "prompt_logprobs": ((False,), _NO_PROMPT_LOGPROBS),
     "suffix": (("",), "this version does not fill in the middle; leave it out"),
     "response_format": (({"type": "text"},), _NO_CONSTRAINT),
     "structured_outputs": (({},), _NO_CONSTRAINT),
@@ -54,12 +48,18 @@ _FIELDS: Mapping[str, tuple[tuple[Any, ...], str]] = {
 }
 """Field: the values that ask for nothing, and what to tell about all others."""
 
+_CHAT_FIELDS: Mapping[str, tuple[tuple[Any, ...], str]] = {
+    "echo": ((False,), "only /v1/completions repeats its prompt; leave it out"),
+}
+"""Those that only completions serve."""
+
 _TOOL_LISTS = (("tools", "tool_choice"), ("functions", "function_call"))
 
 
-def refuse_unsupported(content: Mapping[str, Any]) -> None:
+def refuse_unsupported(content: Mapping[str, Any], *, is_chat: bool) -> None:
     """Raises UnsupportedValueError for the first field of a request, free of null fields, that is not served."""
-    for name, (neutral, sentence) in _FIELDS.items():
+    fields = {**_FIELDS, **_CHAT_FIELDS} if is_chat else _FIELDS
+    for name, (neutral, sentence) in fields.items():
         if name in content and not any(_same(content[name], value) for value in neutral):
             raise UnsupportedValueError(f"{name} {quoted(content[name])} is not supported: {sentence}.", param=name)
     for name, choice in _TOOL_LISTS:

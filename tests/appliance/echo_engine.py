@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from appliance.client import EngineStats, FinishReason, ModelInfo, Priority
+from appliance.client import EngineStats, FinishReason, ModelInfo, Priority, TokenLogprobs
 from appliance.config import EngineConfig
 from appliance.engine.__main__ import run
 from appliance.engine.request import StepOutput
@@ -57,7 +57,14 @@ class EchoCore:
     def has_work(self) -> bool:
         return bool(self._requests)
 
-    def add(self, request_id: str, prompt_token_ids: list[int], params: SamplingParams, priority: Priority) -> None:
+    def add(
+        self,
+        request_id: str,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        priority: Priority,
+        child_index: int,
+    ) -> None:
         if len(prompt_token_ids) >= MAX_MODEL_LEN:
             raise ContextLengthError(len(prompt_token_ids), params.max_tokens or 1, MAX_MODEL_LEN)
         if len(self._requests) >= MAX_WAITING:
@@ -81,7 +88,18 @@ class EchoCore:
             reason = FinishReason.STOP if token == END and not params.ignore_eos else None
             if reason is None and position + 1 == params.max_tokens:
                 reason = FinishReason.LENGTH
-            outputs.append(StepOutput(request_id, (token,), reason, None, len(prompt), 0))
+            outputs.append(
+                StepOutput(
+                    request_id,
+                    (token,),
+                    reason,
+                    None,
+                    len(prompt),
+                    0,
+                    _scored([token], params.logprobs),
+                    _scored(prompt[1:], params.prompt_logprobs) if position == 0 else (),
+                )
+            )
             self._num_tokens += 1
             if reason is None:
                 self._requests[request_id] = (prompt, params, position + 1)
@@ -93,6 +111,13 @@ class EchoCore:
         return EngineStats(
             requests_running=len(self._requests), steps=self._num_steps, generation_tokens=self._num_tokens
         )
+
+
+def _scored(token_ids: list[int], num_top: int | None) -> tuple[TokenLogprobs, ...]:
+    """Every token is certain, where that is asked for."""
+    if num_top is None:
+        return ()
+    return tuple(TokenLogprobs(token_id, 0.0, ((token_id, 0.0),) * min(num_top, 1)) for token_id in token_ids)
 
 
 def _load(behaviour: str) -> Callable[[EngineConfig, Callable[[str, float], None]], EchoCore]:

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import pytest
 
 from appliance import LLM, AsyncLLMEngine, RequestOutput, SamplingParams
 from appliance.errors import CheckpointError, ContextLengthError, EngineDeadError, InvalidRequestError, UsageError
+from appliance.sampling_params import OutputKind
 from tests.appliance.tiny_model import EXACT, save_tiny_model
 
 ROOT = Path(__file__).parents[2]
@@ -114,6 +116,14 @@ async def test_cumulative_outputs_hold_the_answer_so_far(engine: AsyncLLMEngine,
     assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
     assert answers[-1].finish_reason == "length"
     assert {output.request_id for output in outputs} == {"mine"}
+
+
+@pytest.mark.parametrize("kind", ["delta", "cumulative"])
+async def test_log_probabilities_follow_the_tokens(engine: AsyncLLMEngine, kind: OutputKind) -> None:
+    params = replace(GREEDY, logprobs=0, output_kind=kind)
+    async for output in engine.generate("hello world", params):
+        [answer] = output.outputs
+        assert [entry.token_id for entry in answer.logprobs] == answer.token_ids
 
 
 async def test_two_live_requests_of_one_id_both_finish(engine: AsyncLLMEngine, expected: dict[str, str]) -> None:

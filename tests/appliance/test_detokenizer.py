@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 
-from appliance.client import FinishReason, RequestOutput
+from appliance.client import FinishReason, RequestOutput, TokenLogprobs
 from appliance.detokenizer import Detokenizer, IncrementalDecoder
 from appliance.engine.request import StepOutput
 from appliance.sampling_params import SamplingParams
@@ -257,3 +257,26 @@ def test_the_llama2_tokenizer_here_behaves_as_the_real_one() -> None:
     backend: Backend = tokenizer_files.llama2()
     first, second = backend.encode("hell hell", add_special_tokens=False).ids
     assert backend.decode([first]) + backend.decode([second]) == "hellhell"
+
+
+@pytest.mark.parametrize("group", [1, 2, 50])
+def test_log_probabilities_stay_with_their_tokens(group: int) -> None:
+    """Held back with half a character or half a stop string, and cut with what comes after the stop string."""
+    token_ids = BPE.encode_rendered("世 hello world and more")
+    [world] = BPE.encode_rendered(" world")
+    detokenizer = Detokenizer(BPE, SamplingParams(stop=("world",), logprobs=0, prompt_logprobs=0))
+    outputs: list[RequestOutput] = []
+    for start in range(0, len(token_ids), group):
+        part = tuple(token_ids[start : start + group])
+        scored = tuple(TokenLogprobs(token_id, -1.0, ()) for token_id in part)
+        prompt = (TokenLogprobs(7, -2.0, ()),) if start == 0 else ()
+        if (output := detokenizer.push(StepOutput("r", part, None, None, 2, 0, scored, prompt))) is not None:
+            outputs.append(output)
+        if detokenizer.is_finished:
+            break
+    assert text_of(outputs) == "世 hello "
+    assert [found.token_id for output in outputs for found in output.logprobs] == token_ids[
+        : token_ids.index(world) + 1
+    ]
+    assert all([found.token_id for found in output.logprobs] == list(output.token_ids) for output in outputs)
+    assert [len(output.prompt_logprobs) for output in outputs] == [1] + [0] * (len(outputs) - 1)

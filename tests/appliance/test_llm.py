@@ -6,6 +6,7 @@ import logging
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,14 @@ def test_an_output_says_all_about_its_request(llm: LLM) -> None:
     assert answer.finish_reason == "length"
     assert first.finished
     assert first.request_id != second.request_id
+
+
+def test_log_probabilities_are_there_when_asked_for(llm: LLM) -> None:
+    [output] = llm.generate("hello world", replace(GREEDY, logprobs=2, prompt_logprobs=0))
+    [answer] = output.outputs
+    assert [entry.token_id for entry in answer.logprobs] == answer.token_ids
+    assert all(entry.top[0] == (entry.token_id, entry.logprob) and len(entry.top) == 2 for entry in answer.logprobs)
+    assert [entry.token_id for entry in output.prompt_logprobs] == output.prompt_token_ids[1:]
 
 
 def test_answers_come_in_the_order_of_the_prompts(llm: LLM) -> None:

@@ -110,6 +110,43 @@ async def test_without_a_chat_template_chats_are_refused_and_completions_work(tm
         assert text_of(await ask(client, "hello")) == "hello"
 
 
+async def test_log_probabilities_come_with_the_tokens_and_the_prompts_once(folder: Path) -> None:
+    async with running(folder) as client:
+        prompt = await client.encode_text("hello 世")
+        outputs = await ask(client, "hello 世", SamplingParams(logprobs=1, prompt_logprobs=0))
+        assert [found.token_id for found in outputs[0].prompt_logprobs] == prompt[1:]
+        assert all(not output.prompt_logprobs for output in outputs[1:])
+        for output in outputs:
+            assert [found.token_id for found in output.logprobs] == list(output.token_ids)
+            assert all(found.top == ((found.token_id, 0.0),) for found in output.logprobs)
+        token_ids = [token_id for output in outputs for token_id in output.token_ids]
+        assert token_ids == [*prompt, echo_engine.END]
+        assert b"".join(await client.token_bytes(token_ids)) == "hello 世<|im_end|>".encode()
+
+
+async def test_text_and_tokens_are_translated_both_ways(folder: Path) -> None:
+    async with running(folder) as client:
+        token_ids = await client.encode_text("hello<pad> 🙂")
+        assert await client.decode(token_ids) == "hello<pad> 🙂"
+        assert await client.decode([]) == ""
+        for wrong in (-1, echo_engine.VOCAB_SIZE, 1 << 70):
+            with pytest.raises(InvalidRequestError, match=str(wrong)) as caught:
+                await client.decode([65, wrong], param="tokens")
+            assert caught.value.param == "tokens"
+
+
+async def test_wishes_about_tokens_that_the_model_lacks_are_refused(folder: Path) -> None:
+    """Public bug vllm#16529."""
+    async with running(folder) as client:
+        for params in (
+            SamplingParams(logit_bias=((999_999, 5.0),)),
+            SamplingParams(stop_token_ids=(echo_engine.VOCAB_SIZE,), min_tokens=1),
+        ):
+            with pytest.raises(InvalidRequestError, match="the model knows 0 to 267"):
+                await client.submit([65], params)
+        assert text_of(await ask(client, "hello")) == "hello"
+
+
 async def test_a_stop_string_ends_the_engines_work(folder: Path) -> None:
     async with running(folder) as client:
         outputs = await ask(client, "abc def" * 50, SamplingParams(stop=("c d",), ignore_eos=True, max_tokens=10**6))
@@ -230,7 +267,7 @@ async def test_stop_tokens_that_no_model_has_are_refused(folder: Path) -> None:
     """Public bug vllm#54195: with min_tokens they killed the engine or touched another row."""
     async with running(folder) as client:
         with pytest.raises(
-            InvalidRequestError, match="Token id 268 is out of range: the model knows 0 to 267"
+            InvalidRequestError, match="stop_token_ids names token id 268, but the model knows 0 to 267"
         ) as caught:
             await client.submit([65], SamplingParams(min_tokens=1, stop_token_ids=(3, echo_engine.VOCAB_SIZE)))
         assert caught.value.param == "stop_token_ids"

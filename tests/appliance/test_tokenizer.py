@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import tokenizers
 
 from appliance.errors import CheckpointError
 from appliance.tokenizer import Tokenizer
@@ -74,3 +76,23 @@ def test_a_broken_file_is_named(tmp_path: Path, name: str, content: str) -> None
     (tmp_path / name).write_text(content)
     with pytest.raises(CheckpointError, match=name):
         Tokenizer.load(tmp_path)
+
+
+@pytest.mark.parametrize("build", [tokenizer_files.byte_level_bpe, tokenizer_files.llama2])
+@pytest.mark.parametrize("text", ["hello world", "  a  b\n\n", "世界🙂 नमस्ते", "<pad>hello<pad> he"])
+def test_the_bytes_of_tokens_joined_are_the_text(build: Callable[[], tokenizers.Tokenizer], text: str) -> None:
+    tokenizer = Tokenizer(build(), {})
+    token_ids = tokenizer.encode_rendered(text)
+    found = b"".join(tokenizer.token_bytes(token_id) for token_id in token_ids)
+    # Llama's tokenizer puts a space before the first word; its decoder takes it away again.
+    if build is tokenizer_files.llama2:
+        found = found.removeprefix(b" ")
+    assert found.decode() == tokenizer.decode(token_ids, skip_special_tokens=False)
+
+
+def test_every_byte_has_a_token_that_says_so() -> None:
+    tokenizer = Tokenizer(tokenizer_files.byte_level_bpe(), {})
+    assert sorted(tokenizer.token_bytes(token_id) for token_id in range(256)) == [bytes([n]) for n in range(256)]
+    llama = Tokenizer(tokenizer_files.llama2(), {})
+    assert [llama.token_bytes(3 + n) for n in range(256)] == [bytes([n]) for n in range(256)]
+    assert tokenizer.token_bytes(10**6) == b""

@@ -29,7 +29,8 @@ def leave(server: Server, number: int) -> None:
     stream = "true" if number % 2 else "false"
     prompt = f"[{number}] Write a long story. " + "Once upon a time. " * (number % 7) * 20
     body = (
-        f'{{"messages":[{{"role":"user","content":"{prompt}"}}],"max_tokens":600,"ignore_eos":true,"stream":{stream}}}'
+        f'{{"messages":[{{"role":"user","content":"{prompt}"}}],"max_tokens":600,"ignore_eos":true,"stream":{stream},'
+        f'"n":{1 + number % 3}}}'
     ).encode()
     address = urlsplit(server.base)
     assert address.hostname is not None
@@ -42,7 +43,7 @@ def leave(server: Server, number: int) -> None:
 
 
 def test_two_hundred_dropped_clients_leave_nothing_behind(server: Server) -> None:
-    """Public bug tabbyAPI#428, streaming and not."""
+    """Public bugs tabbyAPI#428 and vllm#14326: streaming and not, with one answer and with several."""
     with ThreadPoolExecutor(20) as pool:
         list(pool.map(lambda number: leave(server, number), range(200)))
     server.assert_idle()

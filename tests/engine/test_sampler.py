@@ -309,3 +309,50 @@ def test_logits_are_left_unchanged() -> None:
 
 def test_empty_batch_samples_nothing() -> None:
     assert Sampler(10)(torch.zeros(0, 10), []).token_ids == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logprobs_are_those_of_the_raw_distribution_and_the_likeliest_is_the_greedy_token(dtype: torch.dtype) -> None:
+    logits = make_logits(3, 500, seed=4).to(dtype)
+    greedy = SamplingParams(temperature=0.0, logprobs=20, frequency_penalty=0.5)
+    rows = [make_row(dataclasses.replace(greedy, frequency_penalty=0.0)), make_row(GREEDY), make_row(greedy)]
+    result = Sampler(500)(logits, rows)
+    assert set(result.logprobs) == {0, 2}
+    expected = logits.double().log_softmax(dim=-1)
+    for i, found in result.logprobs.items():
+        assert found.token_id == result.token_ids[i]
+        assert found.logprob == found.top[0][1], "bit for bit"
+        assert found.top[0][0] == found.token_id
+        assert [token for token, _ in found.top] == expected[i].topk(20).indices.tolist() or dtype != torch.float32
+        for token, value in found.top:
+            assert value == pytest.approx(expected[i, token].item(), abs=1e-5)
+
+
+def test_logprobs_of_sampled_and_banned_tokens_are_raw_and_finite() -> None:
+    """Public bug sglang#5984: minus infinity is no JSON."""
+    logits = make_logits(1, 64)
+    logits[0, 7] = -math.inf
+    params = SamplingParams(temperature=0.01, top_p=0.3, logit_bias=((5, 100.0), (9, -100.0)), logprobs=20)
+    found = Sampler(64)(logits, [make_row(params)]).logprobs[0]
+    assert found.token_id == 5
+    assert found.logprob == pytest.approx(logits[0].double().log_softmax(dim=-1)[5].item(), abs=1e-5)
+    impossible = torch.full((1, 8), -math.inf)
+    impossible[0, 3] = 0.0
+    found = Sampler(8)(impossible, [make_row(dataclasses.replace(GREEDY, logprobs=20))]).logprobs[0]
+    assert [value for _, value in found.top] == [0.0] + [-9999.0] * 7
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_largest_bias_forces_and_the_smallest_bans(temperature: float) -> None:
+    logits = torch.tensor([500.0, 0.0, -500.0, 1.0])
+    for biases, expected in [(((2, 100.0),), 2), (((0, -100.0), (3, 1000.0)), 3), (((0, -1e9), (3, -1e9)), 1)]:
+        assert sample_one(logits, make_row(SamplingParams(temperature=temperature, logit_bias=biases))) == expected
+    assert sample_one(logits, make_row(SamplingParams(temperature=0.0, logit_bias=((1, 2.0), (0, -100.0))))) == 1
+
+
+def test_a_bias_or_logprobs_in_one_row_leave_its_neighbours_alone() -> None:
+    logits = make_logits(3, 300)
+    plain = make_row(SamplingParams(temperature=0.8, top_k=5))
+    odd = make_row(SamplingParams(temperature=0.8, logit_bias=((1, 50.0),), logprobs=3))
+    alone = Sampler(300)(logits, [plain] * 3).token_ids
+    assert Sampler(300)(logits, [plain, odd, plain]).token_ids[::2] == alone[::2]

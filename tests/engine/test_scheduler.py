@@ -402,3 +402,47 @@ def test_bug_22_a_prompt_larger_than_the_pool_is_refused_at_once_and_the_next_on
     assert not scheduler.has_requests
     scheduler.add(make_request("normal", 10))
     assert run(scheduler)["normal"][-1].finish_reason is FinishReason.LENGTH
+
+
+def test_answers_to_one_prompt_compute_it_once_and_hold_up_nobody() -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=40)
+    leader = make_request("prompt", 70)
+    children = [
+        Request(f"child {k}", leader.prompt_token_ids, leader.params, seed=0, child_index=k) for k in range(1, 4)
+    ]
+    for request in (leader, *children, make_request("other", 5)):
+        scheduler.add(request)
+    assert chunks(step(scheduler)[0]) == [("prompt", 40)]
+    assert chunks(step(scheduler)[0]) == [("prompt", 30), ("other", 5)]
+    assert chunks(step(scheduler)[0])[2:] == [(child.request_id, 6) for child in children]
+    assert [child.num_cached_tokens for child in children] == [64] * 3
+    assert set(run(scheduler)) == {"prompt", "other"} | {child.request_id for child in children}
+
+
+def test_answers_whose_first_was_aborted_start_by_themselves() -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=40)
+    leader = make_request("prompt", 70)
+    scheduler.add(leader)
+    scheduler.add(Request("child", leader.prompt_token_ids, leader.params, seed=0, child_index=1))
+    step(scheduler)
+    assert scheduler.abort("prompt")
+    assert len(run(scheduler)["child"]) == 4
+
+
+def test_no_tokens_at_all_end_with_the_prompt() -> None:
+    scheduler = make_scheduler()
+    scheduler.add(make_request("a", 70, SamplingParams(max_tokens=0, prompt_logprobs=0)))
+    assert step(scheduler)[1] == []
+    assert step(scheduler)[1] == [StepOutput("a", (), FinishReason.LENGTH, None, 70, 0)]
+    assert scheduler.block_manager.num_free_blocks == 100
+
+
+def test_prompts_that_are_scored_skip_the_prefix_cache() -> None:
+    scheduler = make_scheduler()
+    for _ in range(2):
+        scheduler.add(make_request("a", 33, SamplingParams(max_tokens=1, prompt_logprobs=0)))
+        output = scheduler.schedule()
+        assert chunks(output) == [("a", 33)]
+        assert output.scheduled[0].scored_positions == range(32)
+        scheduler.commit(output, {"a": (WORD,)})
+    assert scheduler.totals.prefix_cache_query_tokens == 0

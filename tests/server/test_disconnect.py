@@ -120,6 +120,18 @@ def test_all_requests_of_a_dropped_batch_are_aborted(client: FakeEngineClient, p
     assert_well(port, client)
 
 
+@pytest.mark.parametrize("stream", [True, False])
+def test_all_answers_of_a_dropped_request_are_aborted(client: FakeEngineClient, port: int, stream: bool) -> None:
+    """Public bug vllm#14326: the children of n kept generating."""
+    connection = send_request(port, {"messages": QUESTION, "stream": stream, "n": 4, "ignore_eos": True})
+    eventually(lambda: len(client.running) == 4)
+    if stream:
+        read_events(connection, 1)
+    reset(connection)
+    eventually(lambda: len(client.aborted) == 4)
+    assert_well(port, client)
+
+
 def test_headers_and_role_come_before_the_first_token(client: FakeEngineClient, port: int) -> None:
     client.delay = 60
     connection = send_request(port, {"messages": QUESTION, "stream": True})

@@ -51,7 +51,7 @@ async def test_head_is_answered(path: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "path", ["/v1/responses", "/v1/messages", "/v1/messages/count_tokens", "/v1/embeddings", "/api/tags", "/tokenize"]
+    "path", ["/v1/responses", "/v1/messages", "/v1/messages/count_tokens", "/v1/embeddings", "/api/tags"]
 )
 async def test_endpoints_of_later_versions_say_so(path: str) -> None:
     async with in_process(FakeEngineClient()) as http:

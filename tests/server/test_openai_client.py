@@ -82,6 +82,42 @@ def test_completions(client: openai.OpenAI, base_url: str) -> None:
         assert "".join(chunk.choices[0].text for chunk in stream) == "Hello, world!"
 
 
+def test_several_answers_with_log_probabilities(client: openai.OpenAI, engine: FakeEngineClient) -> None:
+    engine.answers = [["He", "llo"], ["B", "ye"]]
+    options: Any = {"model": "default", "messages": MESSAGES, "n": 2, "logprobs": True, "top_logprobs": 3}
+    answer = client.chat.completions.create(**options)
+    assert [choice.message.content for choice in answer.choices] == ["Hello", "Bye"]
+    logprobs = answer.choices[1].logprobs
+    assert logprobs is not None
+    assert logprobs.content is not None
+    assert [entry.token for entry in logprobs.content] == ["B", "ye"]
+    assert [len(entry.top_logprobs) for entry in logprobs.content] == [3, 3]
+    chunks = list(client.chat.completions.create(**options, stream=True))
+    assert [chunk.choices[0].index for chunk in chunks[:2]] == [0, 1]
+    with client.chat.completions.stream(**options) as stream:
+        whole = stream.get_final_completion()
+    assert [choice.message.content for choice in whole.choices] == ["Hello", "Bye"]
+    assert [choice.finish_reason for choice in whole.choices] == ["stop", "stop"]
+    streamed = whole.choices[0].logprobs
+    assert streamed is not None
+    assert streamed.content is not None
+    assert [entry.token for entry in streamed.content] == ["He", "llo"]
+
+
+def test_echoed_completions_with_log_probabilities(client: openai.OpenAI, base_url: str) -> None:
+    scored = client.completions.create(model="default", prompt="Hi", logprobs=1).choices[0].logprobs
+    assert scored is not None
+    assert scored.token_logprobs == [-0.125, -0.25, -0.375, -0.5]
+    prompts = [[72, 105], [72, 105, 33]]
+    # The package's own types know no null for the first token of a prompt, which OpenAI's service sends.
+    with openai.OpenAI(base_url=base_url, api_key="any") as lenient:
+        answer = lenient.completions.create(model="default", prompt=prompts, echo=True, logprobs=1, max_tokens=1, n=2)
+    assert [choice.text for choice in answer.choices] == ["HiHello", "HiHello", "Hi!Hello", "Hi!Hello"]
+    logprobs = answer.choices[2].logprobs
+    assert logprobs is not None
+    assert logprobs.tokens == ["H", "i", "!", "Hello"]
+
+
 def test_errors_arrive_as_the_packages_own(client: openai.OpenAI, engine: FakeEngineClient) -> None:
     with pytest.raises(openai.BadRequestError, match="temperature must be") as refused:
         client.chat.completions.create(model="default", messages=MESSAGES, temperature=-1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Iterator
 
@@ -183,6 +184,51 @@ def test_markdown_code_and_maths_are_rendered(page: Page, client: FakeEngineClie
     assert page.evaluate("navigator.clipboard.readText()").strip() == "x = '<b>'"
     page.locator("#chat .message-buttons-left").get_by_label("Copy message").click()
     assert page.evaluate("navigator.clipboard.readText()") == client.answers[0][0]
+
+
+def edit(page: Page, index: int, text: str) -> str:
+    """Write the index-th message of the user anew; returns what was there to edit."""
+    page.locator("#chat .message-buttons-right").nth(index).get_by_label("Edit").click()
+    area = page.locator("#chat .edit-textarea")
+    before = area.input_value()
+    area.fill(text)
+    page.locator("#chat").get_by_label("Submit").click()
+    return before
+
+
+def test_an_edited_message_is_answered_anew(page: Page, client: FakeEngineClient) -> None:
+    client.answers = [["first"], ["second"], ["third"]]
+    ask(page, "What is <b> for $x$?")
+    wait_for_answers(page, 1)
+    ask(page, "And then?")
+    wait_for_answers(page, 2)
+    page.locator("#message textarea").fill("a draft")
+    assert edit(page, 0, "What is <i>?") == "What is <b> for $x$?"
+    wait_for_answers(page, 1)
+    assert "third" in answers(page)[0]
+    assert page.locator("#chat .user.message").all_inner_texts() == ["What is <i>?"]
+    assert client.submitted[2].prompt == "<user>What is <i>?\n<assistant>"
+    expect(page.locator("#message textarea")).to_have_value("a draft")
+
+
+def test_the_sampling_panel_reaches_the_engine_and_is_reset(page: Page, client: FakeEngineClient) -> None:
+    client.info = dataclasses.replace(client.info, default_sampling={"temperature": 0.6, "top_k": 20})
+    page.reload()
+    page.locator("#settings .toggle-button").click()
+    expect(page.get_by_label("Temperature").first).to_have_value("0.6")
+    page.get_by_label("Top k").fill("3")
+    page.get_by_label("Seed").fill("42")
+    page.get_by_label("Longest answer, in tokens").fill("2")
+    page.get_by_label("Longest answer, in tokens").press("Tab")
+    ask(page, "One")
+    wait_for_answers(page, 1)
+    page.get_by_role("button", name="Reset to the model's defaults").click()
+    expect(page.get_by_label("Top k")).to_have_value("20")
+    expect(page.get_by_label("Seed")).to_have_value("")
+    ask(page, "Two")
+    wait_for_answers(page, 2)
+    found = [(p.temperature, p.top_k, p.seed, p.max_tokens) for p in (request.params for request in client.submitted)]
+    assert found == [(0.6, 3, 42, 2), (0.6, 20, None, None)]
 
 
 def test_undo_gives_the_question_back(page: Page, client: FakeEngineClient) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import html
 import itertools
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,17 @@ from appliance.client import EngineState, FinishReason, Priority, RequestStream
 from appliance.errors import ApplianceError, ContextLengthError, EngineLoadingError, QueueFullError
 from appliance.ui import chat as chat_module
 from appliance.ui.answer import NOTE
-from appliance.ui.chat import Chat, ChatSettings, Message, message_text, prompt_messages, split_last_turn, user_message
+from appliance.ui.chat import (
+    Chat,
+    ChatSettings,
+    Message,
+    default_settings,
+    edited_turn,
+    message_text,
+    prompt_messages,
+    split_last_turn,
+    user_message,
+)
 from tests.fake_client import FakeEngineClient
 
 SETTINGS = ChatSettings()
@@ -78,12 +89,15 @@ async def test_an_answer_cut_at_the_limit_says_so() -> None:
 
 async def test_controls_and_model_defaults_reach_the_engine() -> None:
     client = FakeEngineClient(default_sampling={"temperature": 0.6, "top_p": 0.9, "top_k": 20})
-    settings = ChatSettings(system_prompt="Be brief.", temperature=0.3, max_tokens=7)
+    defaults = default_settings(client.info.default_sampling)
+    assert defaults.temperature == 0.6
+    settings = replace(defaults, system_prompt="Be brief.", temperature=0.3, seed=-5, max_tokens=7)
     await ask(Chat(client), "Hi", settings=settings)
     request = client.submitted[0]
     assert request.priority is Priority.INTERACTIVE
     params = request.params
     assert (params.temperature, params.top_p, params.top_k, params.max_tokens) == (0.3, 0.9, 20, 7)
+    assert (params.seed, params.min_p, params.repetition_penalty) == (-5, 0.0, 1.0)
     assert client.messages[0] == {"role": "system", "content": "Be brief."}
 
 
@@ -189,7 +203,8 @@ async def test_a_new_question_ends_the_pages_old_answer() -> None:
     while client.generated < 3:
         await asyncio.sleep(0.001)
     updates = await ask(chat, "two")
-    await asyncio.wait_for(first, 2)
+    replaced = await asyncio.wait_for(first, 2)
+    assert "stopped" not in str(replaced[-1]), "it would be shown over the new answer"
     assert message_text(updates[-1][-1]) == "new"
     assert len(client.aborted) == 1
     assert_idle(client)
@@ -276,6 +291,19 @@ def test_retry_starts_from_the_last_question() -> None:
     assert before == history[:2]
     assert text == "c <d>"
     assert split_last_turn([]) == ([], "")
+
+
+def test_an_edited_message_ends_the_history() -> None:
+    history = [user_message("a"), answer("b"), user_message("c <d>"), answer("e")]
+    assert edited_turn(history, 2, "f <g>") == [*history[:2], user_message("f <g>")]
+
+
+def test_what_a_model_suggests_is_what_the_panel_can_show() -> None:
+    """top_k -1 is another word for off."""
+    suggested = {"temperature": 0.0, "top_k": -1.0, "min_p": 0.1, "repetition_penalty": 1.1}
+    settings = default_settings(suggested)
+    assert settings == ChatSettings(temperature=0.0, top_k=0, min_p=0.1, repetition_penalty=1.1)
+    assert settings.params().is_greedy
 
 
 def test_an_empty_system_prompt_is_not_sent() -> None:
