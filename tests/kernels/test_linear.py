@@ -117,10 +117,10 @@ def test_plan_names_why_candidates_were_refused() -> None:
 
 def test_a_layer_that_nothing_runs_is_refused_with_all_reasons() -> None:
     with pytest.raises(NoKernelError) as caught:
-        plan_linear(LinearSpec(64, 32, 4, 32), Target("cuda", torch.float16, True))
+        plan_linear(LinearSpec(64, 32, 4, 16), Target("cuda", torch.float16, True))
     assert all(entry.name in str(caught.value) for entry in KERNELS)
     with pytest.raises(UnsupportedModelError, match=r"model\.layers\.0\.up"):
-        PlannedLinear("model.layers.0.up", random_weight(64, 32, 32), None, Target("cuda", torch.float16, True))
+        PlannedLinear("model.layers.0.up", random_weight(64, 32, 16), None, Target("cuda", torch.float16, True))
 
 
 def test_exact_mode_is_one_dense_kernel() -> None:
