@@ -10,6 +10,8 @@ import pytest
 from tests.kernels.compiled import ARCHITECTURES, SHARED_LIMIT, Facts, Variant, compile_offline
 
 ALL = ARCHITECTURES
+TIGHTEST = (86,)
+"""Least shared memory: for kernels whose code is alike on all cards."""
 W4A16_POINTERS = {
     "words_ptr": "i16",
     **dict.fromkeys(("scales_ptr", "offsets_ptr", "correction_ptr", "sums_ptr"), "fp32"),
@@ -42,10 +44,31 @@ def w4a16(
     return Variant("triton_w4a16", "w4a16_kernel", constants, pointers, ragged, (), warps, stages)
 
 
+def attention(kernel: str, dtype: str, heads: tuple[int, int, int], **constants: int) -> Variant:
+    """A kernel of the paged cache with blocks of 16 tokens, as its wrapper would launch it."""
+    num_heads, num_kv_heads, head_dim = heads
+    constants |= {
+        "NUM_HEADS": num_heads,
+        "NUM_KV_HEADS": num_kv_heads,
+        "BLOCK_SIZE": 16,
+        "HEAD_DIM": head_dim,
+        "DIMS": head_dim,
+        "STAGES": 2,
+    }
+    pointers = {
+        **dict.fromkeys(("out_ptr", "q_ptr", "keys_ptr", "values_ptr"), dtype),
+        **dict.fromkeys(("block_tables_ptr", "seq_lens_ptr", "query_start_loc_ptr"), "i32"),
+        **dict.fromkeys(("parts_ptr", "part_maxima_ptr", "part_weights_ptr"), "fp32"),
+    }
+    return Variant("triton_paged_attention", kernel, constants, pointers, ("window",), ("scale",), 4, 2)
+
+
+DECODE = {"NUM_SPLITS": 8, "BLOCK_M": 16, "TOKENS": 64}
+PREFILL = {"QUERIES": 8, "BLOCK_M": 64, "TOKENS": 32}
 VARIANTS: dict[str, tuple[Variant, tuple[int, ...]]] = {
     "w4a16-decode-symmetric": (w4a16(1, 4, symmetric=True), ALL),
     "w4a16-decode-bf16": (w4a16(1, 4, symmetric=False, dtype="bf16"), (86, 90)),
-    "w4a16-decode-g32-tail": (w4a16(1, 1, symmetric=False, even=False), (86, 90)),
+    "w4a16-decode-g32-tail": (w4a16(1, 1, symmetric=False, even=False), TIGHTEST),
     "w4a16-prefill-g128": (w4a16(64, 4, symmetric=False), ALL),
     "w4a16-sums": (
         Variant(
@@ -55,8 +78,51 @@ VARIANTS: dict[str, tuple[Variant, tuple[int, ...]]] = {
             {"correction_ptr": "fp32", "sums_ptr": "fp32"},
             ragged=("M", "K", "groups", "stride_x"),
         ),
-        (86, 90),
+        TIGHTEST,
     ),
+    "decode-fp16": (attention("paged_decode_kernel", "fp16", (40, 8, 128), **DECODE), ALL),
+    "decode-bf16-wide": (attention("paged_decode_kernel", "bf16", (8, 4, 256), **DECODE), TIGHTEST),
+    "prefill-fp16": (attention("paged_prefill_kernel", "fp16", (40, 8, 128), **PREFILL), ALL),
+    "prefill-bf16-wide": (attention("paged_prefill_kernel", "bf16", (8, 4, 256), **PREFILL), TIGHTEST),
+    "combine": (
+        Variant(
+            "triton_paged_attention",
+            "combine_kernel",
+            {"HEAD_DIM": 128, "NUM_SPLITS": 8, "SPLITS": 8, "DIMS": 128},
+            dict.fromkeys(("parts_ptr", "part_maxima_ptr", "part_weights_ptr"), "fp32"),
+        ),
+        TIGHTEST,
+    ),
+    "kv-write": (
+        Variant(
+            "triton_kv_write",
+            "kv_write_kernel",
+            {"NUM_KV_HEADS": 40, "BLOCK_SIZE": 16, "HEAD_DIM": 128, "ROWS": 128, "DIMS": 128},
+            {"slot_mapping_ptr": "i64"},
+            ragged=("num_blocks",),
+        ),
+        TIGHTEST,
+    ),
+    "rms-norm": (
+        Variant(
+            "triton_rms_norm",
+            "rms_norm_kernel",
+            {"SIZE": 5120, "BLOCK": 8192, "HAS_RESIDUAL": 1},
+            dict.fromkeys(("x_ptr", "y_ptr", "weight_ptr", "residual_ptr"), "bf16"),
+            floats=("eps",),
+            warps=16,
+        ),
+        TIGHTEST,
+    ),
+    "rope": (
+        Variant(
+            "triton_rope",
+            "rope_kernel",
+            {"HEADS": 48, "HEAD_DIM": 128, "HALF": 64, "ROWS": 64, "DIMS": 64},
+        ),
+        TIGHTEST,
+    ),
+    "silu-and-mul": (Variant("triton_silu_and_mul", "silu_and_mul_kernel", {"BLOCK": 1024}), TIGHTEST),
 }
 
 
