@@ -7,9 +7,9 @@ of its own, because the tests' process holds the interpreted kernels.
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import json
 import os
+import pkgutil
 import re
 import subprocess
 import sys
@@ -76,7 +76,7 @@ def _compile(variant: Variant, architecture: int) -> Facts:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    function = getattr(importlib.import_module(f"appliance.kernels.{variant.module}"), variant.kernel)
+    function = pkgutil.resolve_name(f"appliance.kernels.{variant.module}:{variant.kernel}")
     signature: dict[str, str] = {}
     divisible: dict[tuple[int, ...], Any] = {}
     for index, name in enumerate(function.arg_names):

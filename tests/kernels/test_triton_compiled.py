@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import pytest
 
+from appliance.kernels.triton_paged_attention import DECODE_TOKENS, PREFILL_TOKENS
+from appliance.kernels.triton_w4a16 import tile_for
 from tests.kernels.compiled import ARCHITECTURES, SHARED_LIMIT, Facts, Variant, compile_offline
 
 ALL = ARCHITECTURES
@@ -26,8 +28,6 @@ def w4a16(
     M: int, slices: int, symmetric: bool, dtype: str = "fp16", even: bool = True, one_scale: bool = False
 ) -> Variant:
     """The tile that `tile_for` gives M rows; `even` is a K divisible by 128, without a bias."""
-    from appliance.kernels.triton_w4a16 import tile_for
-
     block_m, block_n, warps, stages = tile_for(M, slices)
     constants = {
         "SLICES": slices,
@@ -63,8 +63,8 @@ def attention(kernel: str, dtype: str, heads: tuple[int, int, int], **constants:
     return Variant("triton_paged_attention", kernel, constants, pointers, ("window",), ("scale",), 4, 2)
 
 
-DECODE = {"NUM_SPLITS": 8, "BLOCK_M": 16, "TOKENS": 64}
-PREFILL = {"QUERIES": 8, "BLOCK_M": 64, "TOKENS": 32}
+DECODE = {"NUM_SPLITS": 8, "BLOCK_M": 16, "TOKENS": DECODE_TOKENS}
+PREFILL = {"QUERIES": 8, "BLOCK_M": 64, "TOKENS": PREFILL_TOKENS}
 VARIANTS: dict[str, tuple[Variant, tuple[int, ...]]] = {
     "w4a16-decode-symmetric": (w4a16(1, 4, symmetric=True), ALL),
     "w4a16-decode-bf16": (w4a16(1, 4, symmetric=False, dtype="bf16"), (86, 90)),

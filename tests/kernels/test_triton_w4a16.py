@@ -12,7 +12,7 @@ import torch
 from appliance.kernels.reference.linear import linear
 from appliance.kernels.reference.w4a16 import unpack_w4
 from appliance.kernels.reference.w4a16 import w4a16 as reference
-from appliance.kernels.registry import plan_linear
+from appliance.kernels.registry import KERNELS, plan_linear
 from appliance.kernels.spec import LinearSpec, Target
 from appliance.kernels.triton_w4a16 import base_of, ptx_of, tile_for, w4a16
 from appliance.kernels.w4a16_pack import ONE_GROUP, pack_w4, run_group_size
@@ -125,8 +125,6 @@ def test_run_group(K: int, group_size: int, runs: int) -> None:
     ],
 )
 def test_refusal_says_what_was_found(spec: LinearSpec, target: Target, found: str) -> None:
-    from appliance.kernels.registry import KERNELS
-
     [entry] = [entry for entry in KERNELS if entry.name == "triton_w4a16"]
     reason = entry.refuse(spec, target)
     assert reason is not None
