@@ -194,12 +194,15 @@ SUMS_BLOCK = 64
 """Slices of 32 inputs that one program of the first kernel sums."""
 
 
-def tile_for(M: int, slices: int) -> tuple[int, int, int, int]:
-    """BLOCK_M, BLOCK_N, warps and stages for M rows. Not tuned; chosen so that no loop spills registers."""
+def tile_for(M: int, slices: int, even_k: bool) -> tuple[int, int, int, int]:
+    """BLOCK_M, BLOCK_N, warps and stages for M rows. Not tuned; chosen so that no loop spills registers.
+
+    Groups below 128 keep more products alive at once, and a tail of K its masks: 64 rows fit only without either.
+    """
     block_n = 128 if slices == 4 else 64
     if M <= 16:
         return 16, block_n, 4, 4
-    if M <= 32:
+    if M <= 32 or slices < 4 or not even_k:
         return 32, block_n, 4, 4
     return 64, block_n, 4, 3
 
@@ -218,7 +221,8 @@ def w4a16(x: Tensor, weight: PackedW4, bias: Tensor | None = None) -> Tensor:
     if M == 0:
         return y
     slices = (TILE if weight.group_size == ONE_GROUP else weight.group_size) // 32
-    block_m, block_n, warps, stages = tile_for(M, slices)
+    even_k = K % TILE == 0
+    block_m, block_n, warps, stages = tile_for(M, slices, even_k)
     stride_m = triton.cdiv(M, block_m) * block_m
     k_blocks, n_tiles = weight.words.shape[:2]
     groups = k_blocks * 4 // slices
@@ -258,7 +262,7 @@ def w4a16(x: Tensor, weight: PackedW4, bias: Tensor | None = None) -> Tensor:
         ONE_SCALE=weight.group_size == ONE_GROUP,
         HAS_OFFSETS=has_offsets,
         HAS_BIAS=bias is not None,
-        EVEN_K=K % TILE == 0,
+        EVEN_K=even_k,
         BLOCK_M=block_m,
         BLOCK_N=block_n,
         STAGES=stages,

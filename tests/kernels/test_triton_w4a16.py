@@ -82,7 +82,7 @@ def test_every_tile_equals_the_reference(group_size: int, dtype: torch.dtype) ->
     for rows in (16, 33, 67):
         x = torch.randn(rows, 256, generator=torch.Generator().manual_seed(rows)).to(dtype)
         assert_close(w4a16(x, packed), reference(x, packed))
-    assert len({tile_for(rows, 4) for rows in (16, 32, 67)}) == 3
+    assert len({tile_for(rows, 4, True) for rows in (16, 32, 67)}) == 3
 
 
 def test_no_rows_make_no_output() -> None:
