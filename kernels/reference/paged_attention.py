@@ -18,10 +18,40 @@ def paged_attention(
     window: how many positions it attends to, its own included.
     """
     num_kv_heads, block_size, head_dim = cache.shape[2:]
-    first = 0 if window is None else max(position + 1 - window, 0)
+    first = max(0, position + 1 - window) if window else 0
     slots = [(block_table[p // block_size], p % block_size) for p in range(first, position + 1)]
     keys = torch.stack([cache[0, block, :, offset] for block, offset in slots], 1).float()  # [kv heads, L, head_dim]
     values = torch.stack([cache[1, block, :, offset] for block, offset in slots], 1).float()
     queries = q.float().view(num_kv_heads, -1, head_dim)
     weights = torch.softmax(queries @ keys.transpose(1, 2) / math.sqrt(head_dim), -1)
     return (weights @ values).reshape(q.shape)
+
+
+def paged_decode(
+    q: Tensor, cache: Tensor, block_tables: Tensor, seq_lens: Tensor, window: int = 0, num_splits: int = 1
+) -> Tensor:
+    """Output [B, num_heads, head_dim] float32 of one row a request; zero where a request has no tokens."""
+    out = torch.zeros(q.shape)
+    for i, seq_len in enumerate(seq_lens.tolist()):
+        if seq_len:
+            out[i] = paged_attention(cache, q[i], seq_len - 1, block_tables[i].tolist(), window)
+    return out
+
+
+def paged_prefill(
+    q: Tensor,
+    cache: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    max_query_len: int,
+    window: int = 0,
+) -> Tensor:
+    """Output [T, num_heads, head_dim] float32 of chunks that end their contexts."""
+    out = torch.zeros(q.shape)
+    starts = query_start_loc.tolist()
+    for i, seq_len in enumerate(seq_lens.tolist()):
+        for row in range(starts[i], starts[i + 1]):
+            position = seq_len - starts[i + 1] + row
+            out[row] = paged_attention(cache, q[row], position, block_tables[i].tolist(), window)
+    return out
