@@ -21,6 +21,7 @@ from appliance.errors import ApplianceError, CheckpointError, UsageError
 from appliance.local_client import LocalClient
 from appliance.model_source import resolve_model
 from appliance.server.app import create_app
+from appliance.server.http_protocol import OneAtATimeProtocol
 from appliance.server.settings import ServerSettings, is_loopback_host
 from appliance.settings import Settings
 from appliance.startup_display import StartupDisplay, ready_text
@@ -112,7 +113,7 @@ async def _http_config(
     return uvicorn.Config(
         app,
         loop="uvloop",
-        http="httptools",
+        http=OneAtATimeProtocol,
         ws="none",
         log_config=None,
         access_log=settings.log_level == "debug",

@@ -16,6 +16,7 @@ from fastapi import FastAPI
 
 from appliance.client import EngineClient
 from appliance.server.app import create_app
+from appliance.server.http_protocol import OneAtATimeProtocol
 from appliance.server.settings import ServerSettings
 from tests.fake_client import FakeEngineClient
 
@@ -50,7 +51,7 @@ def events(body: str) -> list[Any]:
 def socket_server(client: FakeEngineClient, **settings: Any) -> Iterator[int]:
     """A uvicorn server in a thread, on a free port, which is yielded."""
     app = create_app(client, ServerSettings(**settings))
-    server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="off", ws="none"))
+    server = uvicorn.Server(uvicorn.Config(app, http=OneAtATimeProtocol, log_config=None, lifespan="off", ws="none"))
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
     thread = threading.Thread(target=lambda: server.run(sockets=[listener]))

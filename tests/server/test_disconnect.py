@@ -187,3 +187,26 @@ def test_a_too_large_body_is_told_before_the_connection_ends() -> None:
             response = http.post(url, content=content, headers={"content-type": "application/json"})
             assert (response.status_code, response.json()["error"]["code"]) == (413, "body_too_large")
         assert http.post(url, json={"messages": QUESTION}).status_code == 200
+
+
+@pytest.mark.parametrize("leave", [reset, socket.socket.close])
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_pipelined_and_left_is_noticed(
+    port: int, client: FakeEngineClient, stream: bool, leave: Callable[[socket.socket], None]
+) -> None:
+    connection = send_request(port, {"messages": QUESTION, "stream": stream})
+    connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n" * 3)
+    eventually(lambda: len(client.running) == 1)
+    leave(connection)
+    eventually(lambda: not client.running)
+    assert client.aborted
+
+
+def test_a_client_that_pipelines_gets_the_first_answer_and_a_closed_connection(port: int) -> None:
+    with send_request(port, {"messages": QUESTION, "max_tokens": 3}) as connection:
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\nnot json!")
+        received = b""
+        while piece := connection.recv(4096):
+            received += piece
+    assert received.count(b"HTTP/1.1 ") == 1
+    assert b"word word word" in received
