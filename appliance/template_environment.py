@@ -2,8 +2,9 @@
 
 The dialect is transformers' (chat_template_utils.py): block trimming, loop controls, the generation tag, tojson,
 raise_exception, strftime_now. A template is a program by a stranger: it runs in Jinja's immutable sandbox, without
-access to Python's internals, and within bounds on output, on multiplied strings, on loops over range(), and on time,
-which is looked at whenever it writes or starts such a loop. Knows no messages.
+access to Python's internals, and within bounds on output, on strings made by * and +, on loops over range(), and on
+time, which is looked at whenever it writes, calls or starts such a loop. Filters and `~` are not bounded: a template
+made to do harm can still fill the memory. Knows no messages.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class _Bounds:
         self._iterations += len(numbers)
         if self._iterations > MAX_ITERATIONS:
             raise _out_of_bounds(f"{MAX_ITERATIONS} iterations")
-        self._check_time()
+        self.check_time()
         return numbers
 
     def limit_output(self, pieces: Iterator[str]) -> Iterator[str]:
@@ -69,10 +70,10 @@ class _Bounds:
             if self._characters > MAX_CHARACTERS:
                 raise _out_of_bounds(f"{MAX_CHARACTERS} characters")
             if index % _CHECK_INTERVAL == 0:
-                self._check_time()
+                self.check_time()
             yield piece
 
-    def _check_time(self) -> None:
+    def check_time(self) -> None:
         if time.monotonic() > self._deadline_s:
             raise _out_of_bounds(f"{MAX_SECONDS:g} seconds")
 
@@ -91,17 +92,22 @@ _bounds: ContextVar[_Bounds] = ContextVar("bounds")
 class TemplateEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
     """Compiles templates. One serves any number of threads."""
 
-    intercepted_binops = frozenset({"*", "**"})
+    intercepted_binops = frozenset({"*", "**", "+"})
 
     def __init__(self) -> None:
         super().__init__(
             trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _GenerationExtension]
         )
         self.filters["tojson"] = _to_json
+        del self.globals["lipsum"]  # text without end, and of no use here
         self.globals["raise_exception"] = _raise_exception
         self.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
         self.globals["namespace"] = _Namespace
         self.globals["range"] = lambda *arguments: _bounds.get().limit_range(*arguments)
+
+    def call(self, context: jinja2.runtime.Context, target: Any, /, *args: Any, **kwargs: Any) -> Any:
+        _bounds.get().check_time()  # a macro that calls itself twice, deep enough, never writes
+        return super().call(context, target, *args, **kwargs)
 
     def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any) -> Any:
         if isinstance(left, int) and isinstance(right, int):
@@ -112,6 +118,9 @@ class TemplateEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
             is_repetition = isinstance(sequence, str | list | tuple) and isinstance(count, int)
             if is_repetition and len(sequence) * count > MAX_CHARACTERS:
                 raise _out_of_bounds(f"{MAX_CHARACTERS} characters")
+        is_joined = operator == "+" and isinstance(left, str | list | tuple) and isinstance(right, str | list | tuple)
+        if is_joined and len(left) + len(right) > MAX_CHARACTERS:
+            raise _out_of_bounds(f"{MAX_CHARACTERS} characters")
         return super().call_binop(context, operator, left, right)
 
 

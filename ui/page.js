@@ -20,6 +20,13 @@
       }
   }).observe(document, { childList: true, subtree: true });
 
+  // Gradio draws these two as bare icons.
+  const names = { ".submit-button": "Send", ".stop-button": "Stop" };
+  new MutationObserver(() => {
+    for (const [selector, name] of Object.entries(names))
+      for (const button of document.querySelectorAll(`#message ${selector}:not([aria-label])`)) button.ariaLabel = name;
+  }).observe(document, { childList: true, subtree: true });
+
   if (navigator.clipboard) {
     const write = navigator.clipboard.writeText.bind(navigator.clipboard);
     navigator.clipboard.writeText = (text) => write(decode(text));

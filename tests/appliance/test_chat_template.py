@@ -225,9 +225,13 @@ def test_a_template_reaches_nothing_but_its_messages(source: str) -> None:
         "{% set ns = namespace(n=3) %}{% for i in range(100) %}{% set ns.n = ns.n * ns.n %}{% endfor %}",
         "{% set s = 'a' * 10**6 %}{% for i in range(100) %}{{ s }}{% endfor %}",
         "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
+        "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(45) }}",
+        "{% set ns = namespace(x='aa') %}{% for i in range(40) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",
+        "{{ lipsum(n=10000000) }}",
     ],
 )
-def test_endless_templates_end(source: str) -> None:
+def test_endless_templates_end(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(template_environment, "MAX_SECONDS", 1.0)
     started = time.monotonic()
     with pytest.raises(InvalidRequestError):
         template(source).render([USER], {})

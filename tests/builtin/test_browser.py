@@ -26,7 +26,7 @@ def test_the_page_answers_paris(folder: Path) -> None:
         expect(page.locator("#chat")).to_contain_text("tokens/s", timeout=30_000)
         page.locator("#message textarea").fill("Write a very long story about a lighthouse.")
         page.keyboard.press("Enter")
-        page.locator("#message .stop-button").click(timeout=30_000)
+        page.get_by_role("button", name="Stop").click(timeout=30_000)
         expect(page.locator("#chat .answer-note").last).to_contain_text("stopped")
         server.assert_idle()
         if target := os.environ.get("APPLIANCE_SCREENSHOT"):

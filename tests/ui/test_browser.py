@@ -293,3 +293,18 @@ def test_nothing_is_wider_than_a_phone(page: Page, client: FakeEngineClient) -> 
     box = page.locator("#message").bounding_box()
     assert box is not None
     assert box["x"] + box["width"] <= 360
+
+
+def test_ten_tabs_of_one_browser_are_all_answered(browser: Browser, url: str, client: FakeEngineClient) -> None:
+    """A browser opens six connections to a host in all its tabs: none may be held by a page that only waits."""
+    context = browser.new_context()
+    pages = [context.new_page() for _ in range(10)]
+    for page in pages:
+        page.goto(url)
+        expect(page.locator("#status")).to_contain_text("Ready")
+    for page in pages:
+        ask(page, "Hello?")
+    for page in pages:
+        expect(page.locator("#chat")).to_contain_text("tokens", timeout=20_000)
+    context.close()
+    assert len(client.submitted) == 10
