@@ -5,6 +5,7 @@ Facts on names and aliases: OpenAI's API reference, and the dialects of vLLM, ll
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Annotated, Any, Self
 
@@ -129,9 +130,9 @@ class GenerationRequest(BaseModel):
             )
         return self
 
+    @abstractmethod
     def reported_logprobs(self) -> dict[str, Any]:
         """The fields of SamplingParams for the log probabilities that are asked for."""
-        raise NotImplementedError
 
     def sampling_params(self, model_defaults: Mapping[str, float], *, default_max_tokens: int | None) -> SamplingParams:
         """The client's wishes over the model's defaults over ours.
