@@ -94,7 +94,6 @@ def build_ui(client: EngineClient, observe: Observe | None = None) -> gr.Blocks:
         seen = [status, timer, has_defaults, *sampling.components]
         ui.load(page.look, [has_defaults], seen, **at_once)
         timer.tick(page.look, [has_defaults], seen, **at_once)
-        ui.unload(page.leave)
     ui.queue(max_size=_MAX_QUEUED_EVENTS, api_open=False)
     calm_queue(ui)
     return ui
@@ -207,9 +206,6 @@ class _Page:
         self._chat.stop(_session(request), discard=True)
 
     async def stop(self, request: gr.Request) -> None:
-        self._chat.stop(_session(request))
-
-    async def leave(self, request: gr.Request) -> None:
         self._chat.stop(_session(request))
 
     async def look(self, has_defaults: bool) -> tuple[Any, ...]:
