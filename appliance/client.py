@@ -80,6 +80,25 @@ class RequestOutput:
 
 
 @dataclass(frozen=True, slots=True)
+class MemoryUse:
+    """Bytes of the memory that the model is in: a card's, or the host's."""
+
+    total: int = 0
+    others: int = 0
+    """Held by everything else (other programs, the driver) when the load began."""
+    weights: int = 0
+    """Of all packed weights, counted."""
+    kv_cache: int = 0
+    """Of the whole KV pool; on a CPU a page is taken when it is first written."""
+    step_predicted: int = 0
+    """Temporaries of the largest step, counted from the model's shapes."""
+    step_measured: int | None = None
+    """The same of such a step that was run to size the KV pool; None on a CPU, whose pool is a share of memory."""
+    held: int = 0
+    """What the engine process really held once the model was loaded; on a card the KV pool is included."""
+
+
+@dataclass(frozen=True, slots=True)
 class ModelInfo:
     """What is loaded, for people and for `/v1/models`."""
 
@@ -98,14 +117,7 @@ class ModelInfo:
     num_kv_blocks: int
     block_size: int
     has_chat_template: bool
-    weight_bytes: int = 0
-    """Of all packed weights, counted."""
-    kv_cache_bytes: int = 0
-    """Of the whole KV pool; on a CPU a page is taken when it is first written."""
-    available_bytes: int = 0
-    """Memory that could be taken before the model was loaded."""
-    resident_bytes: int = 0
-    """Memory that the engine process really held once it was loaded."""
+    memory: MemoryUse = MemoryUse()
     warnings: tuple[str, ...] = ()
     default_sampling: Mapping[str, float] = field(default_factory=dict)
     """temperature, top_p, top_k... of the model's generation_config.json."""

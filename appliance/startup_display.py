@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-from appliance.client import ModelInfo
+from appliance.client import MemoryUse, ModelInfo
 from appliance.settings import Settings
 
 
@@ -22,12 +22,21 @@ def ready_text(info: ModelInfo, settings: Settings, port: int) -> str:
         "format": info.format,
         "kernels": f"{', '.join(info.kernels)}; {info.dtype} on {info.device}",
         "context": f"{info.max_model_len} tokens; {room} into the KV cache at once",
-        "memory": f"weights {_size(info.weight_bytes)} + KV cache {_size(info.kv_cache_bytes)} of "
-        f"{_size(info.available_bytes)} available; the engine holds {_size(info.resident_bytes)} now",
+        "memory": _memory_text(info.memory),
     }
     lines = [f"  {name:<8} {text}" for name, text in rows.items() if text]
     lines += [f"  warning  {warning}" for warning in info.warnings]
     return "\n".join(["Ready.", *lines, "Press Ctrl-C to stop."])
+
+
+def _memory_text(memory: MemoryUse) -> str:
+    parts = [f"weights {_size(memory.weights)}", f"KV cache {_size(memory.kv_cache)}"]
+    if memory.step_measured is not None:
+        parts.append(f"a step {_size(memory.step_measured)} ({_size(memory.step_predicted)} expected)")
+    return (
+        f"{' + '.join(parts)} of {_size(memory.total)}, of which other programs hold {_size(memory.others)}; "
+        f"the engine holds {_size(memory.held)} now"
+    )
 
 
 def _size(num_bytes: int) -> str:

@@ -8,21 +8,12 @@ tile is one contiguous row: writing a step's keys and values is one op, and so i
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-
-@dataclass(frozen=True, slots=True)
-class PagedLayout:
-    """Sizes of one layer's cache."""
-
-    num_blocks: int
-    num_kv_heads: int
-    block_size: int
-    head_dim: int
+from appliance.kernels.backend import PagedLayout
 
 
 def _tile_rows(layout: PagedLayout, block_table: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from appliance.kernels import cpu_dense, cpu_dequantize, cpu_int4, cpu_onednn, triton_linear
+from appliance.kernels import cpu_int4, cpu_onednn, dense, dequantize, triton_linear
 from appliance.kernels.spec import KernelEntry, LinearSpec, Phase, Target
 
 BOTH = frozenset(Phase)
@@ -16,9 +16,9 @@ BOTH = frozenset(Phase)
 KERNELS: tuple[KernelEntry, ...] = (
     KernelEntry("cpu_int4", frozenset({Phase.DECODE}), cpu_int4.refuse, cpu_int4.pack),
     KernelEntry("cpu_onednn", BOTH, cpu_onednn.refuse, cpu_onednn.pack),
-    KernelEntry("cpu_dense", BOTH, cpu_dense.refuse, cpu_dense.pack),
-    KernelEntry("cpu_dequantize", BOTH, cpu_dequantize.refuse, cpu_dequantize.pack),
     KernelEntry("triton_w4a16", BOTH, triton_linear.refuse, triton_linear.pack),
+    KernelEntry("dense", BOTH, dense.refuse, dense.pack),
+    KernelEntry("dequantize", BOTH, dequantize.refuse, dequantize.pack),
 )
 
 

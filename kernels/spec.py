@@ -10,6 +10,8 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
+CPU = torch.device("cpu")
+
 
 class Phase(StrEnum):
     """The kind of a row of activations. A row's kernel depends on its phase alone, never on its neighbours."""
@@ -44,8 +46,11 @@ class Target:
     """Where layers run. keep_dense allows a dense copy of quantised weights beside the packed one."""
 
     device: str
+    """cpu or cuda: whose kernels."""
     dtype: torch.dtype
     keep_dense: bool
+    location: torch.device = CPU
+    """Where weights live. Triton's interpreter runs cuda's kernels on tensors of the CPU."""
 
 
 class AffineWeight(Protocol):
@@ -84,4 +89,4 @@ class KernelEntry:
     refuse: Callable[[LinearSpec, Target], str | None]
     """Why the kernel cannot run this layer there; None when it can."""
     pack: Callable[[AffineWeight | Tensor, torch.dtype], LinearKernel]
-    """Builds the kernel's own layout from a canonical weight, or from a dense one [N, K]."""
+    """Builds the kernel's own layout from a canonical weight, or a dense one [N, K], on the device it is on."""

@@ -8,7 +8,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from appliance.kernels.cpu_attention import PagedLayout
+from appliance.kernels.backend import PagedLayout
 from appliance.kernels.triton_kv_write import kv_write
 from appliance.kernels.triton_paged_attention import paged_decode, paged_prefill
 

@@ -1,4 +1,7 @@
-"""Rotary position embedding in place, half-split form, in Triton. Run interpreted and compiled offline only."""
+"""Rotary position embedding in place, half-split form, after an optional norm of each head, in Triton.
+
+Run interpreted and compiled offline only.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,10 @@ def rope_kernel(
     x_ptr: tl.tensor,
     cos_ptr: tl.tensor,
     sin_ptr: tl.tensor,
+    norm_ptr: tl.tensor,
+    eps: tl.tensor,
     stride_token: tl.tensor,
+    HAS_NORM: tl.constexpr,
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HALF: tl.constexpr,
@@ -33,15 +39,21 @@ def rope_kernel(
     mask = (heads < HEADS)[:, None] & in_half[None, :]
     first = tl.load(first_ptrs, mask=mask, other=0.0).to(tl.float32)
     second = tl.load(first_ptrs + HALF, mask=mask, other=0.0).to(tl.float32)
+    if HAS_NORM:
+        scale = tl.rsqrt((tl.sum(first * first, 1) + tl.sum(second * second, 1)) / HEAD_DIM + eps)[:, None]
+        norm_ptrs = norm_ptr + heads[:, None] * HEAD_DIM + dims[None, :]
+        first *= scale * tl.load(norm_ptrs, mask=mask, other=0.0).to(tl.float32)
+        second *= scale * tl.load(norm_ptrs + HALF, mask=mask, other=0.0).to(tl.float32)
     tl.store(first_ptrs, (first * cos - second * sin).to(x_ptr.dtype.element_ty), mask=mask)
     tl.store(first_ptrs + HALF, (second * cos + first * sin).to(x_ptr.dtype.element_ty), mask=mask)
 
 
-def rope(x: Tensor, cos: Tensor, sin: Tensor) -> None:
+def rope(x: Tensor, cos: Tensor, sin: Tensor, norm: Tensor | None = None, eps: float = 0.0) -> None:
     """Turn x [T, heads, head_dim] in place, q and k heads together; a token's heads lie in a row. Computed in float32.
 
     cos, sin: [T, 1, rotary_dim] as `RotaryTable.at` gives them, contiguous: halves repeated, sin negated in the first.
-    Dimensions from rotary_dim on stay as they are.
+    Dimensions from rotary_dim on stay as they are. norm: weights [heads, head_dim], contiguous, of an RMSNorm of each
+    head before it is turned; then all dimensions must turn.
     """
     tokens, heads, head_dim = x.shape
     rotary_dim = cos.shape[-1]
@@ -49,13 +61,20 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> None:
     assert cos.is_contiguous()
     assert sin.is_contiguous()
     assert rotary_dim <= head_dim
+    if norm is not None:
+        assert norm.shape == (heads, head_dim), f"norm is [{heads}, {head_dim}], not {list(norm.shape)}"
+        assert norm.is_contiguous()
+        assert rotary_dim == head_dim, "a head is normed whole"
     if tokens == 0:
         return
     rope_kernel[(tokens,)](
         x,
         cos,
         sin,
+        x if norm is None else norm,
+        eps,
         x.stride(0),
+        HAS_NORM=norm is not None,
         HEADS=heads,
         HEAD_DIM=head_dim,
         HALF=rotary_dim // 2,

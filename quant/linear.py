@@ -28,10 +28,11 @@ class PlannedLinear:
             self.plan: LinearPlan = plan_linear(spec_of(weight), target)
         except NoKernelError as error:
             raise UnsupportedModelError(f"Layer {name}: {error}.") from error
+        weight = weight.to(target.location)
         self.decode = self.plan.decode.pack(weight, target.dtype)
         same = self.plan.prefill is self.plan.decode
         self.prefill = self.decode if same else self.plan.prefill.pack(weight, target.dtype)
-        self.bias = None if bias is None else bias.to(target.dtype)
+        self.bias = None if bias is None else bias.to(target.location, target.dtype)
 
     @property
     def nbytes(self) -> int:

@@ -8,7 +8,7 @@ own `s * (q - z)` bit for bit.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -39,6 +39,17 @@ class QuantizedWeight:
     @property
     def N(self) -> int:
         return self.codes.shape[1]
+
+    def to(self, device: torch.device) -> QuantizedWeight:
+        """The same weight with its tensors on `device`."""
+        return replace(
+            self,
+            codes=self.codes.to(device),
+            scales=self.scales.to(device),
+            offsets=self.offsets.to(device),
+            zeros=None if self.zeros is None else self.zeros.to(device),
+            perm=None if self.perm is None else self.perm.to(device),
+        )
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The dense weight [N, K] in nn.Linear's orientation and natural input order, computed in float32."""

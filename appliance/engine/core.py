@@ -11,7 +11,6 @@ from torch import Tensor
 
 from appliance.client import EngineStats, FinishReason, ModelInfo, Priority, TokenLogprobs
 from appliance.config import EngineConfig
-from appliance.engine.input_batch import InputBatch
 from appliance.engine.logprobs import token_logprobs
 from appliance.engine.model_runner import ModelRunner
 from appliance.engine.request import Request, StepOutput
@@ -27,7 +26,6 @@ class EngineCore:
     def __init__(self, config: EngineConfig, runner: ModelRunner, eos: Sequence[int]) -> None:
         loaded, layout = runner.loaded, runner.plan.layout
         self.runner = runner
-        self.block_size = layout.block_size
         self.eos_token_ids = tuple(eos)
         self.scheduler = Scheduler(
             SchedulerConfig(
@@ -52,16 +50,13 @@ class EngineCore:
             bits=loaded.report.bits,
             kernels=loaded.kernels,
             dtype=str(loaded.dtype).removeprefix("torch."),
-            device="cpu",
+            device=loaded.device,
             max_model_len=runner.plan.max_model_len,
             vocab_size=loaded.vocab_size,
             num_kv_blocks=layout.num_blocks,
             block_size=layout.block_size,
             has_chat_template=False,
-            weight_bytes=loaded.weight_bytes,
-            kv_cache_bytes=runner.cache.nbytes,
-            available_bytes=loaded.available_bytes,
-            resident_bytes=loaded.resident_bytes,
+            memory=loaded.memory,
             warnings=loaded.warnings,
         )
 
@@ -100,7 +95,7 @@ class EngineCore:
         output = self.scheduler.schedule()
         if not output.scheduled:
             return []
-        logits = self.runner.execute(InputBatch.build(output.scheduled, self.block_size))
+        logits = self.runner.execute(self.runner.batches(output.scheduled))
         sampling = [chunk for chunk in output.scheduled if chunk.samples]
         result = self.sampler(logits[: len(sampling)], [self._row(chunk) for chunk in sampling])
         sampled = {chunk.request.request_id: (token,) for chunk, token in zip(sampling, result.token_ids, strict=True)}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -27,6 +27,16 @@ class InputBatch:
     block_tables: list[list[int]]
     num_decode: int
     logits_rows: Tensor
+
+    def to(self, device: torch.device) -> InputBatch:
+        """The same batch with its tensors on `device`."""
+        return replace(
+            self,
+            input_ids=self.input_ids.to(device),
+            positions=self.positions.to(device),
+            slot_mapping=self.slot_mapping.to(device),
+            logits_rows=self.logits_rows.to(device),
+        )
 
     @classmethod
     def build(cls, scheduled: Sequence[ScheduledRequest], block_size: int) -> InputBatch:

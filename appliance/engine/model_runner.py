@@ -4,34 +4,47 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from appliance.client import MemoryUse
 from appliance.config import EngineConfig
 from appliance.engine.input_batch import InputBatch
-from appliance.engine.kv_cache import CachePlan, allocate_cache, available_memory, plan_cache, resident_memory
+from appliance.engine.kv_cache import (
+    GPU_RESERVE,
+    CachePlan,
+    allocate_cache,
+    plan_cache,
+    pool_bytes_on_cpu,
+    step_bytes,
+)
+from appliance.engine.memory import CudaMemory, memory_of
+from appliance.engine.sampler import Sampler, SamplingRow
+from appliance.engine.scheduler import ScheduledRequest
 from appliance.errors import UsageError
 from appliance.generation_config import tokenizer_vocab_size
-from appliance.kernels.cpu_attention import CpuAttention
+from appliance.kernels.backend import NoDeviceError, PagedLayout, open_backend
 from appliance.kernels.spec import Target
+from appliance.models.config import ModelConfig
 from appliance.models.decoder import DecoderModel
 from appliance.models.registry import architecture_of, read_model_config
 from appliance.models.weights import WeightReader
 from appliance.quant.checkpoint import open_checkpoint
 from appliance.quant.report import FormatReport
+from appliance.sampling_params import SamplingParams
 
 DENSE_SHARE = 0.25
 """Dense copies of quantised layers are kept while they take no more than this part of the available memory."""
 
 DTYPES = {
-    "auto": torch.bfloat16,
     "bfloat16": torch.bfloat16,
-    "float16": torch.bfloat16,  # a CPU computes float16 40 to 120 times slower
-    "half": torch.bfloat16,
+    "float16": torch.float16,
+    "half": torch.float16,
     "float32": torch.float32,
     "float": torch.float32,
 }
@@ -45,11 +58,9 @@ class LoadedModel:
     report: FormatReport
     kernels: tuple[str, ...]
     dtype: torch.dtype
-    weight_bytes: int
-    available_bytes: int
-    """Before the load."""
-    resident_bytes: int
-    """After it: weights, libraries and whatever else the process holds; of the KV pool only what has been written."""
+    device: str
+    """cpu, or cuda and which card."""
+    memory: MemoryUse
     vocab_size: int
     """Token ids that may be read and sampled: rows of the embedding, less those that the tokenizer has no token for."""
     content_digest: bytes
@@ -62,60 +73,122 @@ class ModelRunner:
 
     def __init__(self, config: EngineConfig, progress: Callable[[str, float], None]) -> None:
         """Raises CheckpointError, UnsupportedModelError or UsageError with a sentence for the user."""
-        if config.device == "cuda":
-            raise UsageError("This version computes on the CPU only: leave --device at auto or cpu.")
+        try:
+            self.backend = open_backend(config.device)
+        except NoDeviceError as error:
+            raise UsageError(f"The model cannot run on {config.device}: {error}.") from error
         if config.num_threads:
             torch.set_num_threads(config.num_threads)
-        dtype = DTYPES[config.dtype]
-        warnings = []
-        if config.dtype in ("float16", "half"):
-            warnings.append("float16 on a CPU is computed in bfloat16, which is many times faster.")
+        device, memory = self.backend.device, memory_of(self.backend.device)
+        available = memory.available()
+        others = max(memory.total - available - memory.held(), 0)
         progress("reading", 0.0)
         checkpoint = open_checkpoint(config.model)
         try:
             architecture = architecture_of(checkpoint.config)
             model_config = read_model_config(checkpoint.config, architecture)
-            available = available_memory()
-            layers = model_config.num_layers * (
-                2 * (model_config.num_heads + model_config.num_kv_heads) * model_config.head_dim
-                + 3 * model_config.intermediate_size
-            )
-            dense_bytes = layers * model_config.hidden_size * dtype.itemsize
-            # The exact mode is dense by definition; else a dense copy must leave room for everything else.
-            keep_dense = dtype == torch.float32 or dense_bytes <= available * DENSE_SHARE
-            reader = WeightReader(checkpoint, Target("cpu", dtype, keep_dense))
-            # The table of positions is small beside a layer; the context is decided after the weights are in.
+            dtype, warnings = _compute_dtype(config.dtype, self.backend.name, checkpoint.config)
+            keep_dense = _keeps_dense(model_config, dtype, available, self.backend.name)
+            reader = WeightReader(checkpoint, Target(self.backend.name, dtype, keep_dense, device))
             self.model = DecoderModel(
-                model_config, reader, model_config.max_position, lambda fraction: progress("loading", fraction)
+                model_config, reader, self.backend, lambda fraction: progress("loading", fraction)
             )
         finally:
             checkpoint.close()
-        self.plan: CachePlan = plan_cache(config, model_config, dtype, available_memory())
-        self.cache = allocate_cache(self.plan.layout, model_config.num_layers, dtype)
+        vocab_size = min(model_config.vocab_size, tokenizer_vocab_size(config.model) or model_config.vocab_size)
+        step_measured: int | None = None
+        if isinstance(memory, CudaMemory):
+            step_measured = memory.peak_of(lambda: self._run_largest_step(config, model_config, dtype, vocab_size))
+            free = memory.available()
+            pool_bytes = free - step_measured - GPU_RESERVE
+        else:
+            free = memory.available()
+            pool_bytes = pool_bytes_on_cpu(free)
+        self.plan: CachePlan = plan_cache(config, model_config, dtype, free, pool_bytes)
+        self.cache = allocate_cache(self.plan.layout, model_config.num_layers, dtype, device)
+        card = f" ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else ""
         self.loaded = LoadedModel(
             architecture=architecture,
             report=checkpoint.report,
             kernels=reader.kernel_names,
             dtype=dtype,
-            weight_bytes=reader.nbytes,
-            available_bytes=available,
-            resident_bytes=resident_memory(),
-            vocab_size=min(model_config.vocab_size, tokenizer_vocab_size(config.model) or model_config.vocab_size),
+            device=self.backend.name + card,
+            memory=MemoryUse(
+                total=memory.total,
+                others=others,
+                weights=reader.nbytes,
+                kv_cache=self.cache.nbytes,
+                step_predicted=step_bytes(model_config, config, vocab_size, dtype),
+                step_measured=step_measured,
+                held=memory.held(),
+            ),
+            vocab_size=vocab_size,
             content_digest=_content_digest(Path(config.model), dtype, reader.kernel_names),
             warnings=(*warnings, *checkpoint.report.warnings, *self.plan.warnings),
         )
 
-    def execute(self, batch: InputBatch) -> Tensor:
-        """Run one step: KV of all rows is written, logits [R, vocab_size] of `batch.logits_rows` come back."""
-        attention = CpuAttention(
-            self.plan.layout,
-            batch.slot_mapping,
-            batch.query_start_loc,
-            batch.seq_lens,
-            batch.block_tables,
-            batch.num_decode,
-        )
-        return self.model(batch.input_ids, batch.positions, attention, self.cache, batch.logits_rows)
+    def batches(self, scheduled: Sequence[ScheduledRequest]) -> list[InputBatch]:
+        """A step as what runs one after the other: all of it, or on some devices decodes, then prefill chunks."""
+        parts = [list(scheduled)]
+        if self.backend.splits_phases:
+            parts = [[c for c in scheduled if not c.is_prefill], [c for c in scheduled if c.is_prefill]]
+        return [InputBatch.build(part, self.plan.layout.block_size) for part in parts if part]
+
+    def execute(self, batches: Sequence[InputBatch]) -> Tensor:
+        """Run one step: KV of all rows is written, logits [R, vocab_size] of the batches' `logits_rows` come back.
+
+        Decodes have no scored rows, so the rows of two batches follow each other as those of one would.
+        """
+        return self._execute(batches, self.plan.layout, self.cache)
+
+    def _execute(self, batches: Sequence[InputBatch], layout: PagedLayout, cache: Tensor) -> Tensor:
+        hidden = []
+        for batch in (batch.to(self.backend.device) for batch in batches):
+            attention = self.backend.attention(
+                layout, batch.slot_mapping, batch.query_start_loc, batch.seq_lens, batch.block_tables, batch.num_decode
+            )
+            hidden.append(self.model.hidden(batch.input_ids, batch.positions, attention, cache, batch.logits_rows))
+        return self.model.logits(torch.cat(hidden) if len(hidden) > 1 else hidden[0])
+
+    def _run_largest_step(
+        self, config: EngineConfig, model_config: ModelConfig, dtype: torch.dtype, vocab_size: int
+    ) -> None:
+        """A prompt that fills the step and whose tokens are all scored, then the largest batch sampled."""
+        tokens, block_size = min(config.max_num_batched_tokens, model_config.max_position), config.block_size
+        blocks = -(-tokens // block_size)
+        layout = PagedLayout(blocks, model_config.num_kv_heads, block_size, model_config.head_dim)
+        cache = allocate_cache(layout, model_config.num_layers, dtype, self.backend.device)
+        rows = torch.arange(tokens)
+        batch = InputBatch(torch.zeros_like(rows), rows, rows, [0, tokens], [tokens], [list(range(blocks))], 0, rows)
+        logits = self._execute([batch], layout, cache)[: config.max_num_seqs]
+        row = SamplingRow(SamplingParams(temperature=1.0, top_p=0.9), 0, 0, (), (), ())
+        Sampler(vocab_size)(logits, [row] * len(logits))
+
+
+def _compute_dtype(wish: str, device: str, config: Mapping[str, Any]) -> tuple[torch.dtype, list[str]]:
+    """The dtype of activations and cache, and what to warn about. auto: bfloat16, on a card float16 where the
+    checkpoint says so (as GPTQ and AWQ files do).
+    """
+    if wish == "auto":
+        stored = config.get("dtype", config.get("torch_dtype"))
+        return torch.float16 if device == "cuda" and stored == "float16" else torch.bfloat16, []
+    dtype = DTYPES[wish]
+    if dtype == torch.float16 and device == "cpu":
+        # Measured 40 to 120 times slower.
+        return torch.bfloat16, ["float16 on a CPU is computed in bfloat16, which is many times faster."]
+    return dtype, []
+
+
+def _keeps_dense(model: ModelConfig, dtype: torch.dtype, available_bytes: int, device: str) -> bool:
+    """Whether quantised layers get a dense copy. The exact mode is dense by definition; else the copy must leave room
+    for everything else, and a card needs none."""
+    parameters = (
+        model.num_layers
+        * model.hidden_size
+        * (2 * (model.num_heads + model.num_kv_heads) * model.head_dim + 3 * model.intermediate_size)
+    )
+    fits = parameters * dtype.itemsize <= available_bytes * DENSE_SHARE
+    return dtype == torch.float32 or (device == "cpu" and fits)
 
 
 def _content_digest(model: Path, dtype: torch.dtype, kernels: tuple[str, ...]) -> bytes:

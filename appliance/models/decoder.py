@@ -13,18 +13,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from appliance.kernels.cpu_attention import CpuAttention
+from appliance.kernels.backend import Attention, Backend
 from appliance.kernels.spec import LinearKernel
 from appliance.models.config import ModelConfig
-from appliance.models.rope import RotaryTable, rotate
+from appliance.models.rope import RotaryTable
 from appliance.models.weights import FusedLinear, WeightReader
 
 
 class DecoderLayer:
-    """One block. x [T, hidden_size] -> [T, hidden_size], decode rows first."""
+    """One block of the residual stream, T rows, decodes first."""
 
-    def __init__(self, config: ModelConfig, weights: WeightReader, prefix: str, window: int | None) -> None:
+    def __init__(
+        self, config: ModelConfig, weights: WeightReader, backend: Backend, prefix: str, window: int | None
+    ) -> None:
         """window: how many positions a token attends to, None for all."""
+        self.backend = backend
         self.head_dim = config.head_dim
         self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
         self.eps = config.rms_norm_eps
@@ -39,61 +42,71 @@ class DecoderLayer:
         )
         self.qk_norm: Tensor | None = None
         if config.qk_norm:
-            norms = [weights.norm(f"{attention}.{name}_norm.weight", config.head_dim) for name in ("q", "k")]
-            heads = torch.tensor([config.num_heads, config.num_kv_heads])
-            self.qk_norm = torch.stack(norms).repeat_interleave(heads, 0)  # [heads of q and k, head_dim]
+            q_norm, k_norm = (weights.norm(f"{attention}.{name}_norm.weight", config.head_dim) for name in ("q", "k"))
+            # [heads of q and k, head_dim]: the two are normed and turned as one.
+            self.qk_norm = torch.cat([q_norm.expand(config.num_heads, -1), k_norm.expand(config.num_kv_heads, -1)])
         self.output = weights.fused(attention, {"o_proj": hidden}, q, config.output_bias)
         self.gate_up = weights.fused(mlp, {"gate_proj": intermediate, "up_proj": intermediate}, hidden, config.mlp_bias)
         self.down = weights.fused(mlp, {"down_proj": hidden}, intermediate, config.mlp_bias)
 
-    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, attention: CpuAttention, cache: Tensor) -> Tensor:
+    def __call__(
+        self, x: Tensor, delta: Tensor | None, cos: Tensor, sin: Tensor, attention: Attention, cache: Tensor
+    ) -> Tensor:
+        """What this block adds to x [T, hidden_size], after adding to x, in place, what the block before left to add.
+
+        So that a device may add and norm in one pass. delta: None in the first block.
+        """
         num_decode = attention.num_decode
-        normed = F.rms_norm(x, (x.shape[1],), self.input_norm, self.eps)
-        qkv = self.qkv(normed, num_decode).view(x.shape[0], -1, self.head_dim)
-        turned = qkv[:, : self.num_heads + self.num_kv_heads]
-        if self.qk_norm is None:
-            turned.copy_(rotate(turned, cos, sin))
+        if delta is None:
+            normed = self.backend.rms_norm(x, self.input_norm, self.eps)
         else:
-            turned.copy_(rotate(F.rms_norm(turned, (self.head_dim,), None, self.eps) * self.qk_norm, cos, sin))
+            normed = self.backend.rms_norm(delta, self.input_norm, self.eps, x)
+        qkv = self.qkv(normed, num_decode).view(x.shape[0], -1, self.head_dim)
+        self.backend.rope(qkv[:, : self.num_heads + self.num_kv_heads], cos, sin, self.qk_norm, self.eps)
         attention.write(cache, qkv[:, self.num_heads :])
         attended = attention.attend(cache, qkv[:, : self.num_heads], self.window)
-        x = x + self.output(attended, num_decode)
-        normed = F.rms_norm(x, (x.shape[1],), self.post_attention_norm, self.eps)
-        gate, up = self.gate_up(normed, num_decode).chunk(2, -1)
-        return x + self.down(F.silu(gate) * up, num_decode)
+        normed = self.backend.rms_norm(self.output(attended, num_decode), self.post_attention_norm, self.eps, x)
+        return self.down(self.backend.silu_and_mul(self.gate_up(normed, num_decode)), num_decode)
 
 
 class DecoderModel:
-    """Token ids to logits out of a paged cache. Built by reading one module at a time from a checkpoint."""
+    """Token ids to hidden states out of a paged cache, and those to logits. Built by reading one module at a time."""
 
     def __init__(
         self,
         config: ModelConfig,
         weights: WeightReader,
-        max_position: int,
+        backend: Backend,
         progress: Callable[[float], None] = lambda fraction: None,
     ) -> None:
         self.config = config
+        self.backend = backend
         self.embed = weights.embedding("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
         self.layers: list[DecoderLayer] = []
         for index, window in enumerate(config.windows):
-            self.layers.append(DecoderLayer(config, weights, f"model.layers.{index}", window))
+            self.layers.append(DecoderLayer(config, weights, backend, f"model.layers.{index}", window))
             progress((index + 1) / config.num_layers)
         self.norm = weights.norm("model.norm.weight", config.hidden_size)
         self.lm_head: LinearKernel = weights.lm_head(self.embed, config.tie_word_embeddings)
-        self.rotary = RotaryTable(config.rope, config.head_dim, max_position, weights.target.dtype)
+        # The table of positions is small beside a layer; the context is decided after the weights are in.
+        dtype = weights.target.dtype
+        self.rotary = RotaryTable(config.rope, config.head_dim, config.max_position, dtype, backend.device)
 
     @torch.inference_mode()
-    def __call__(
-        self, input_ids: Tensor, positions: Tensor, attention: CpuAttention, cache: Tensor, logits_rows: Tensor
-    ) -> Tensor:
-        """Logits [R, vocab_size] of rows `logits_rows` [R].
+    def hidden(self, input_ids: Tensor, positions: Tensor, attention: Attention, cache: Tensor, rows: Tensor) -> Tensor:
+        """Normed hidden states [R, hidden_size] of `rows` [R]; keys and values of all T rows are written.
 
         input_ids, positions: [T] int64; cache: [num_layers, 2, num_blocks, num_kv_heads, block_size, head_dim].
         """
         cos, sin = self.rotary.at(positions)
         x = F.embedding(input_ids, self.embed)
+        delta: Tensor | None = None
         for layer, layer_cache in zip(self.layers, cache, strict=True):
-            x = layer(x, cos, sin, attention, layer_cache)
-        x = F.rms_norm(x[logits_rows], (x.shape[1],), self.norm, self.config.rms_norm_eps)
-        return self.lm_head(x)
+            delta = layer(x, delta, cos, sin, attention, layer_cache)
+        assert delta is not None, "a model has layers"
+        return self.backend.rms_norm(delta[rows], self.norm, self.config.rms_norm_eps, x[rows])
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits [R, vocab_size] of hidden states [R, hidden_size]."""
+        return self.lm_head(hidden)

@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+from appliance.kernels.spec import CPU
 from appliance.models.rope_config import LinearScaling, Llama3Scaling, RopeConfig, YarnScaling
 
 
@@ -45,19 +46,20 @@ def _yarn_ramp(scaling: YarnScaling, theta: float, head_dim: int) -> Tensor:
 class RotaryTable:
     """cos and sin of every position, ready to multiply: sin carries the sign of the half it lands on."""
 
-    def __init__(self, rope: RopeConfig, head_dim: int, max_position: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        rope: RopeConfig,
+        head_dim: int,
+        max_position: int,
+        dtype: torch.dtype,
+        device: torch.device = CPU,
+    ) -> None:
         angles = torch.outer(torch.arange(max_position).float(), inverse_frequencies(rope, head_dim))
         scale = rope.scaling.attention_factor if isinstance(rope.scaling, YarnScaling) else 1.0
         cos, sin = angles.cos() * scale, angles.sin() * scale
-        self.cos = torch.cat([cos, cos], -1).to(dtype)  # [P, head_dim]
-        self.sin = torch.cat([-sin, sin], -1).to(dtype)
+        self.cos = torch.cat([cos, cos], -1).to(device, dtype)  # [P, head_dim]
+        self.sin = torch.cat([-sin, sin], -1).to(device, dtype)
 
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin [T, 1, head_dim] of positions [T], to be shared by all layers of a step."""
         return self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1)
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [T, heads, head_dim] turned by its positions; swapping halves and signing sin is rotate_half in one op less."""
-    swapped = torch.roll(x, x.shape[-1] // 2, -1)
-    return torch.addcmul(x * cos, swapped, sin)

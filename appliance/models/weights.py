@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from appliance.errors import CheckpointError
+from appliance.kernels.dense import DenseLinear
 from appliance.kernels.spec import LinearKernel, Target
 from appliance.quant.checkpoint import Checkpoint
 from appliance.quant.linear import PlannedLinear
@@ -66,6 +67,8 @@ class WeightReader:
             )
         linear = PlannedLinear("lm_head", weight, None, self.target)
         self.linears.append(linear)
+        if isinstance(linear.decode, DenseLinear) and linear.decode.weight is embed:
+            self.other_bytes -= embed.nbytes  # one tensor serves both ends
         return linear.decode
 
     def fused(self, prefix: str, outputs: Mapping[str, int], in_features: int, has_bias: bool) -> FusedLinear:
@@ -95,7 +98,7 @@ class WeightReader:
             raise CheckpointError(
                 f"Tensor {name!r} has shape {tuple(tensor.shape)}, config.json says it should be {shape}."
             )
-        tensor = tensor.to(self.target.dtype).contiguous()
+        tensor = tensor.to(self.target.location, self.target.dtype).contiguous()
         self.other_bytes += tensor.nbytes
         return tensor
 

@@ -14,8 +14,13 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight.float()
 
 
-def rope(x: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Turn the first cos.shape[-1] dimensions of x [T, heads, head_dim] in place: halves are the pairs' two sides."""
+def rope(x: Tensor, cos: Tensor, sin: Tensor, norm: Tensor | None = None, eps: float = 0.0) -> None:
+    """Turn the first cos.shape[-1] dimensions of x [T, heads, head_dim] in place: halves are the pairs' two sides.
+
+    norm: weights [heads, head_dim] of an RMSNorm of each head before that.
+    """
+    if norm is not None:
+        x[:] = rms_norm(x, norm, eps)
     half = cos.shape[-1] // 2
     angle_cos, angle_sin = cos[..., :half].float(), sin[..., half:].float()
     first, second = x.float()[..., : 2 * half].clone().chunk(2, -1)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from appliance.client import ModelInfo
+from appliance.client import MemoryUse, ModelInfo
 from appliance.settings import Settings
 from appliance.startup_display import ready_text
 from tests.appliance import echo_engine, tokenizer_files
@@ -42,10 +42,7 @@ INFO = ModelInfo(
     num_kv_blocks=187,
     block_size=16,
     has_chat_template=True,
-    weight_bytes=235 << 20,
-    kv_cache_bytes=4 << 30,
-    available_bytes=21 << 30,
-    resident_bytes=612 << 20,
+    memory=MemoryUse(24 << 30, others=3 << 30, weights=235 << 20, kv_cache=4 << 30, held=612 << 20),
     warnings=("odd scales",),
 )
 
@@ -139,7 +136,8 @@ def test_the_ready_text_says_how_many_whole_contexts_fit() -> None:
     assert "1000 tokens; 2 contexts of that length fit into the KV cache at once" in text
     assert "GPTQ 4-bit, group 128" in text
     assert "one, two; bfloat16 on cpu" in text
-    assert "weights 235 MiB + KV cache 4.0 GiB of 21.0 GiB available; the engine holds 612 MiB now" in text
+    assert "weights 235 MiB + KV cache 4.0 GiB of 24.0 GiB, of which other programs hold 3.0 GiB" in text
+    assert "the engine holds 612 MiB now" in text
     assert "odd scales" in text
     assert text.splitlines()[-1] == "Press Ctrl-C to stop."
 

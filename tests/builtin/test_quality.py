@@ -12,7 +12,6 @@ from transformers import AutoTokenizer
 
 from appliance.config import EngineConfig
 from appliance.engine.core import EngineCore
-from appliance.engine.input_batch import InputBatch
 from appliance.engine.model_runner import ModelRunner
 from appliance.engine.request import Request
 from appliance.engine.scheduler import ScheduledRequest
@@ -63,8 +62,8 @@ def run(runner: ModelRunner, tokens: list[list[int]], as_decode: bool) -> list[T
     rows: list[list[Tensor]] = [[] for _ in tokens]
     while live := [r for r in requests if r.num_uncomputed_tokens]:
         chunks = [ScheduledRequest(r, 1 if as_decode else r.num_uncomputed_tokens, not as_decode) for r in live]
-        batch = InputBatch.build(chunks, 16)
-        logits = runner.execute(replace(batch, logits_rows=torch.arange(len(batch.input_ids))))
+        [batch] = runner.batches(chunks)
+        logits = runner.execute([replace(batch, logits_rows=torch.arange(len(batch.input_ids)))])
         for i, chunk in enumerate(chunks):
             start = batch.query_start_loc[i]
             rows[int(chunk.request.request_id)].append(logits[start : start + chunk.num_tokens].float())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -130,8 +131,8 @@ def test_nan_in_a_prompts_rows_ends_that_request_alone(
     core = load(folder)
     execute = core.runner.execute
 
-    def poisoned(batch: InputBatch) -> Tensor:
-        logits = execute(batch).clone()
+    def poisoned(batches: Sequence[InputBatch]) -> Tensor:
+        logits = execute(batches).clone()
         if core.num_steps == 0:
             logits[10] = float("nan")
         return logits

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from appliance.kernels.cpu_attention import CpuAttention, PagedLayout
+from appliance.kernels.backend import PagedLayout
+from appliance.kernels.cpu_attention import CpuAttention
 from appliance.kernels.reference.paged_attention import paged_attention as reference
 
 # fp32: another order of sums. bf16: 8 bits of output, weights rounded once before the values.

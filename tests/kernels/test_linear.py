@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from appliance.errors import UnsupportedModelError
-from appliance.kernels import cpu_onednn
+from appliance.kernels import cpu_onednn, registry
 from appliance.kernels.reference.linear import linear as reference
 from appliance.kernels.registry import KERNELS, NoKernelError, plan_linear
 from appliance.kernels.spec import LinearSpec, Phase, Target
@@ -108,26 +108,45 @@ def test_mixed_step_runs_each_row_by_its_phase() -> None:
 
 def test_plan_names_why_candidates_were_refused() -> None:
     plan = plan_linear(LinearSpec(64, 32, 4, 16), Target("cpu", torch.bfloat16, False))
-    assert plan.kernel_names == ("cpu_dequantize",)
+    assert plan.kernel_names == ("dequantize",)
     reasons = dict(plan.rejected)
     assert "found 16" in reasons["cpu_int4"]
-    assert "dense copy" in reasons["cpu_dense"]
+    assert "dense copy" in reasons["dense"]
     assert "dense copy" in reasons["cpu_onednn"]
 
 
-def test_a_layer_that_nothing_runs_is_refused_with_all_reasons() -> None:
+def test_a_layer_that_nothing_runs_is_refused_with_all_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the kernels that run anything."""
+    narrow = tuple(entry for entry in KERNELS if entry.name not in ("dense", "dequantize"))
+    monkeypatch.setattr(registry, "KERNELS", narrow)
     with pytest.raises(NoKernelError) as caught:
-        plan_linear(LinearSpec(64, 32, 4, 16), Target("cuda", torch.float16, True))
-    assert all(entry.name in str(caught.value) for entry in KERNELS)
+        plan_linear(LinearSpec(64, 32, 4, 16), Target("cuda", torch.float16, False))
+    assert all(entry.name in str(caught.value) for entry in narrow)
     with pytest.raises(UnsupportedModelError, match=r"model\.layers\.0\.up"):
-        PlannedLinear("model.layers.0.up", random_weight(64, 32, 16), None, Target("cuda", torch.float16, True))
+        PlannedLinear("model.layers.0.up", random_weight(64, 32, 16), None, Target("cuda", torch.float16, False))
+
+
+@pytest.mark.parametrize(
+    ("spec", "dtype", "kernel"),
+    [
+        (LinearSpec(5120, 13824, 4, 128), torch.float16, "triton_w4a16"),
+        (LinearSpec(5120, 13824, 4, 5120, has_perm=True), torch.bfloat16, "triton_w4a16"),
+        (LinearSpec(5120, 13824, 8, 128), torch.float16, "dequantize"),
+        (LinearSpec(5120, 152064, 16), torch.float16, "dense"),
+        (LinearSpec(5120, 13824, 4, 128), torch.float32, "dense"),  # the exact mode
+    ],
+    ids=str,
+)
+def test_plan_on_a_card(spec: LinearSpec, dtype: torch.dtype, kernel: str) -> None:
+    plan = plan_linear(spec, Target("cuda", dtype, dtype == torch.float32))
+    assert plan.kernel_names == (kernel,)
 
 
 def test_exact_mode_is_one_dense_kernel() -> None:
     plan = plan_linear(LinearSpec(64, 32, 4, 32), Target("cpu", torch.float32, True))
     assert plan.decode is plan.prefill
-    assert plan.decode.name == "cpu_dense"
-    assert {entry.name for entry in KERNELS if Phase.PREFILL in entry.phases} >= {"cpu_dense", "cpu_dequantize"}
+    assert plan.decode.name == "dense"
+    assert {entry.name for entry in KERNELS if Phase.PREFILL in entry.phases} >= {"dense", "dequantize"}
 
 
 def test_fused_weight_equals_its_parts() -> None:

@@ -118,7 +118,8 @@ VARIANTS: dict[str, tuple[Variant, tuple[int, ...]]] = {
         Variant(
             "triton_rope",
             "rope_kernel",
-            {"HEADS": 48, "HEAD_DIM": 128, "HALF": 64, "ROWS": 64, "DIMS": 64},
+            {"HAS_NORM": 1, "HEADS": 48, "HEAD_DIM": 128, "HALF": 64, "ROWS": 64, "DIMS": 64},
+            floats=("eps",),
         ),
         TIGHTEST,
     ),

@@ -11,7 +11,7 @@ from appliance.kernels.reference import layers as reference
 from appliance.kernels.triton_rms_norm import rms_norm
 from appliance.kernels.triton_rope import rope
 from appliance.kernels.triton_silu_and_mul import silu_and_mul
-from appliance.models.rope import RotaryTable, rotate
+from appliance.models.rope import RotaryTable
 from appliance.models.rope_config import RopeConfig
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -64,8 +64,20 @@ def test_rope_equals_the_reference(heads: int, head_dim: int, rotary_dim: int, d
     assert_close(qkv, expected)
     assert torch.equal(qkv[:, heads:], before[:, heads:])
     assert torch.equal(qkv[..., rotary_dim:], before[..., rotary_dim:])
-    if dtype == torch.float32 and rotary_dim == head_dim:
-        assert_close(qkv[:, :heads], rotate(before[:, :heads], cos, sin))
+
+
+@DTYPES
+@pytest.mark.parametrize(("heads", "head_dim"), [(12, 64), (3, 24)])
+def test_rope_norms_each_head_first(heads: int, head_dim: int, dtype: torch.dtype) -> None:
+    """Qwen 3: with a weight of its own for each head; heads beyond those stay."""
+    cos, sin = RotaryTable(RopeConfig(theta=10000.0), head_dim, 64, dtype).at(torch.tensor([0, 3, 63]))
+    norm = random(heads, head_dim, dtype=dtype)
+    qkv = 3 * random(3, heads + 2, head_dim, dtype=dtype)
+    before, expected = qkv.clone(), qkv.clone().float()
+    rope(qkv[:, :heads], cos, sin, norm, 1e-5)
+    reference.rope(expected[:, :heads], cos, sin, norm, 1e-5)
+    assert_close(qkv, expected)
+    assert torch.equal(qkv[:, heads:], before[:, heads:])
 
 
 @DTYPES

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from appliance.config import EngineConfig
-from appliance.engine.input_batch import InputBatch
 from appliance.engine.model_runner import ModelRunner
 from appliance.engine.request import Request
 from appliance.engine.scheduler import ScheduledRequest
@@ -55,9 +54,8 @@ def run(runner: ModelRunner, requests: list[Request], lengths: list[int]) -> tor
         ScheduledRequest(r, n, is_prefill=n > 1 or r.num_computed_tokens < r.num_prompt_tokens)
         for r, n in zip(requests, lengths, strict=True)
     ]
-    batch = InputBatch.build(chunks, runner.plan.layout.block_size)
-    batch = replace(batch, logits_rows=torch.tensor(batch.query_start_loc[1:]) - 1)
-    logits = runner.execute(batch)
+    batches = [replace(b, logits_rows=torch.tensor(b.query_start_loc[1:]) - 1) for b in runner.batches(chunks)]
+    logits = runner.execute(batches)
     for request, length in zip(requests, lengths, strict=True):
         request.num_computed_tokens += length
     return logits

@@ -1,4 +1,4 @@
-"""Quantised linear layers on a CPU that dequantise at every call, for models whose dense copy does not fit."""
+"""Quantised linear layers on any device that dequantise at every call, for models whose dense copy does not fit."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from appliance.kernels.spec import AffineWeight, LinearSpec, Target
 class DequantizeLinear:
     """y = x @ dequantise(W).T. Codes are kept two a byte up to 4 bits, else one a byte."""
 
-    name: ClassVar[str] = "cpu_dequantize"
+    name: ClassVar[str] = "dequantize"
 
     def __init__(self, weight: AffineWeight, dtype: torch.dtype) -> None:
         self.K, self.N = weight.codes.shape
@@ -52,8 +52,6 @@ class DequantizeLinear:
 
 
 def refuse(spec: LinearSpec, target: Target) -> str | None:
-    if target.device != "cpu":
-        return f"runs on cpu, not on {target.device}"
     if not spec.is_quantized:
         return "the layer is dense"
     return None
