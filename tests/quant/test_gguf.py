@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -16,7 +17,7 @@ from appliance.errors import ApplianceError, CheckpointError, UnsupportedModelEr
 from appliance.quant.checkpoint import open_checkpoint
 from appliance.quant.weight import QuantizedWeight
 from tests.quant import gguf_writer
-from tests.quant.gguf_writer import HEADS, KV_HEADS, interleave, weights, write_gguf
+from tests.quant.gguf_writer import LARGE, SMALL, interleave, mixed, weights, write_gguf
 
 MATRICES = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
 HF_NAMES = {
@@ -43,7 +44,7 @@ def reference(path: Path, name: str) -> Tensor:
     return torch.from_numpy(np.array(gguf.quants.dequantize(tensor.data, tensor.tensor_type)))
 
 
-@pytest.mark.parametrize("kind", [Kind.Q4_0, Kind.Q4_1, Kind.Q8_0, Kind.F16, Kind.BF16, Kind.F32])
+@pytest.mark.parametrize("kind", [Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q8_0, Kind.F16, Kind.BF16, Kind.F32])
 def test_every_tensor_equals_the_packages_dequantiser(tmp_path: Path, kind: Kind) -> None:
     path = write_gguf(tmp_path / "m.gguf", weights(), matrices_as(kind))
     checkpoint = open_checkpoint(path)
@@ -65,11 +66,11 @@ def test_a_block_of_zero_scale_is_exact(tmp_path: Path) -> None:
 def test_rows_of_q_and_k_of_a_llama_are_put_back_in_order(tmp_path: Path, kind: Kind) -> None:
     tensors = weights()
     plain = write_gguf(tmp_path / "plain.gguf", tensors, matrices_as(kind))  # rows as Hugging Face has them
-    for name, heads in (("attn_q", HEADS), ("attn_k", KV_HEADS)):
+    for name, heads in (("attn_q", SMALL.heads), ("attn_k", SMALL.kv_heads)):
         tensors[f"blk.0.{name}.weight"] = interleave(tensors[f"blk.0.{name}.weight"], heads)
         tensors[f"blk.0.{name}.bias"] = interleave(np.arange(heads * 16, dtype=np.float32), heads)
     checkpoint = open_checkpoint(write_gguf(tmp_path / "m.gguf", tensors, matrices_as(kind)))
-    for name, module, heads in (("attn_q", "q_proj", HEADS), ("attn_k", "k_proj", KV_HEADS)):
+    for name, module, heads in (("attn_q", "q_proj", SMALL.heads), ("attn_k", "k_proj", SMALL.kv_heads)):
         read = checkpoint.tensor(f"model.layers.0.self_attn.{module}.weight")
         assert torch.equal(read, reference(plain, f"blk.0.{name}.weight"))
         bias = checkpoint.tensor(f"model.layers.0.self_attn.{module}.bias")
@@ -126,9 +127,36 @@ def test_the_configuration_is_made_from_the_metadata(tmp_path: Path) -> None:
     assert untied.report.describe() == "GGUF, not quantised (F32)"
 
 
-def test_a_tensor_type_not_served_is_refused_by_name(tmp_path: Path) -> None:
-    path = write_gguf(tmp_path / "m.gguf", weights(), {"blk.0.ffn_up.weight": Kind.Q5_0})
-    with pytest.raises(UnsupportedModelError, match=r"blk\.0\.ffn_up\.weight is Q5_0 .*supported are matrices of Q4_0"):
+def test_a_mix_of_types_is_read_each_as_its_own(tmp_path: Path) -> None:
+    """As Q4_K_M files are: attn_v, ffn_down and the embedding in Q6_K, the rest in Q4_K."""
+    tensors, kinds = mixed(Kind.Q4_K, Kind.Q6_K)
+    path = write_gguf(tmp_path / "m.gguf", tensors, kinds, shape=LARGE)
+    checkpoint = open_checkpoint(path)
+    for name, hf_name in HF_NAMES.items():
+        assert torch.equal(checkpoint.tensor(hf_name).float(), reference(path, name)), name
+    specs = {}
+    for module in ("self_attn.v_proj", "self_attn.o_proj"):
+        weight = checkpoint.linear(f"model.layers.0.{module}")
+        assert isinstance(weight, QuantizedWeight)
+        specs[module] = (weight.bits, weight.group_size)
+    assert specs == {"self_attn.v_proj": (6, 16), "self_attn.o_proj": (4, 32)}
+    report = checkpoint.report
+    assert report.describe() == "GGUF Q4_K 4-bit, group 32, other layers Q6_K"
+    assert (report.bits, report.group_size, report.symmetric) == (4, 32, False)
+    assert report.evidence == ("tensors by type: 10 Q4_K, 5 Q6_K, 5 F32",)
+
+
+@pytest.mark.parametrize(
+    ("kind", "nearest"),
+    [(Kind.IQ2_XS, "Q2_K"), (Kind.IQ3_S, "Q3_K_M"), (Kind.IQ4_XS, "Q4_K_M"), (Kind.MXFP4, "Q4_K_M")],
+)
+def test_a_tensor_type_not_served_is_refused_by_name(tmp_path: Path, kind: Kind, nearest: str) -> None:
+    tensors: dict[str, Any] = dict(weights(shape=LARGE))
+    codes, size = gguf.GGML_QUANT_SIZES[kind]
+    tensors["blk.0.ffn_up.weight"] = np.zeros((LARGE.intermediate, LARGE.hidden // codes * size), dtype=np.uint8)
+    path = write_gguf(tmp_path / "m.gguf", tensors, {"blk.0.ffn_up.weight": kind}, shape=LARGE)
+    said = rf"blk\.0\.ffn_up\.weight is {kind.name} \[512, 256\], supported .* Q4_K.*: use the model's {nearest} file$"
+    with pytest.raises(UnsupportedModelError, match=said):
         open_checkpoint(path)
 
 
