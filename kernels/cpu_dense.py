@@ -29,9 +29,9 @@ class DenseLinear:
 
 def refuse(spec: LinearSpec, target: Target) -> str | None:
     if target.device != "cpu":
-        return f"runs on cpu, not on {target.device}"
+        return f"needs a CPU, found {target.device}"
     if spec.is_quantized and not target.keep_dense:
-        return "the memory plan has no room for a dense copy"
+        return "needs a dense copy, for which the memory plan has no room"
     return None
 
 

@@ -53,9 +53,9 @@ class DequantizeLinear:
 
 def refuse(spec: LinearSpec, target: Target) -> str | None:
     if target.device != "cpu":
-        return f"runs on cpu, not on {target.device}"
+        return f"needs a CPU, found {target.device}"
     if not spec.is_quantized:
-        return "the layer is dense"
+        return "needs a quantised weight, found a dense one"
     return None
 
 
