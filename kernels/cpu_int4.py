@@ -50,7 +50,7 @@ class Int4Linear:
         middle = 1 << int(weight.codes.max()).bit_length() >> 1
         columns = (0, -self.N % 16)
         codes = F.pad(weight.codes + (_MIDDLE - middle), (*columns, 0, self.rows - self.K))
-        self.packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.t().contiguous().int(), 1)
+        self.packed: Tensor = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.t().contiguous().int(), 1)
         scales = F.pad(weight.scales, columns)
         zeros = F.pad(weight.offsets + middle * weight.scales, columns)
         repeats = -(-min(weight.group_size, self.rows) // self.group_size)

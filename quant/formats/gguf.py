@@ -1,8 +1,8 @@
 """GGUF: llama.cpp's single-file format. Needs the `gguf` package, imported when a file is opened.
 
 Matrices of the types of gguf_blocks.py stay quantised, each with its own bits and groups: most files mix types.
-For architecture llama the rows of attn_q and attn_k are stored interleaved for llama.cpp's rotary embedding
-(convert_hf_to_gguf.py `permute`) and are put back in Hugging Face's order here.
+For architectures llama and mistral3 the rows of attn_q and attn_k are stored interleaved for llama.cpp's rotary
+embedding (convert_hf_to_gguf.py `permute`) and are put back in Hugging Face's order here.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch import Tensor
 from appliance.errors import CheckpointError, UnsupportedModelError
 from appliance.quant.formats.gguf_blocks import BLOCK_TYPES, read_blocks
 from appliance.quant.formats.gguf_metadata import config_from_metadata, hugging_face_name
+from appliance.quant.formats.gguf_rope import ROPE_FACTORS
 from appliance.quant.model_config import check_model_config
 from appliance.quant.report import FormatReport
 from appliance.quant.weight import QuantizedWeight
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 _PLAIN = ("F32", "F16", "BF16")
 # Codes of these are looked up in tables, no scale and offset gives them: by name, what is made of the same model.
 _INSTEAD = {"IQ1": "Q2_K", "IQ2": "Q2_K", "IQ3": "Q3_K_M", "TQ": "Q2_K"}
+_INTERLEAVED = ("llama", "mistral")
 _ROTATED = ("self_attn.q_proj", "self_attn.k_proj")
 
 
@@ -89,7 +91,10 @@ def open_gguf(path: Path) -> tuple[GgufSource, dict[str, Any]]:
 
     # gguf lists a shape fastest dimension first: (K, N).
     shapes = {name: tuple(int(size) for size in reversed(tensor.shape)) for name, tensor in tensors.items()}
-    config = config_from_metadata(metadata, shapes)
+    factors = tensors.pop(ROPE_FACTORS, None)
+    if factors is not None and factors.tensor_type.name != "F32":
+        raise CheckpointError(f"{path.name}: tensor {ROPE_FACTORS} is {factors.tensor_type.name}, F32 was expected")
+    config = config_from_metadata(metadata, shapes, None if factors is None else factors.data.tolist())
     check_model_config(config)
     heads = {"self_attn.q_proj": config["num_attention_heads"], "self_attn.k_proj": config["num_key_value_heads"]}
     entries = {}
@@ -104,7 +109,7 @@ def open_gguf(path: Path) -> tuple[GgufSource, dict[str, Any]]:
         hf_name = hugging_face_name(name)
         module = ".".join(hf_name.split(".")[-3:-1])
         order = None
-        if config["model_type"] == "llama" and module in _ROTATED:
+        if config["model_type"] in _INTERLEAVED and module in _ROTATED:
             rows = heads[module] * config["head_dim"]
             if shapes[name][0] != rows:
                 raise CheckpointError(

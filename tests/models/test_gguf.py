@@ -15,7 +15,18 @@ from appliance.engine.model_runner import ModelRunner
 from appliance.quant.checkpoint import open_checkpoint
 from tests.models.test_logits import assert_close, make_request, run
 from tests.models.tiny import FAMILIES
-from tests.quant.gguf_writer import LARGE, LAYERS, SMALL, VOCAB, Shape, interleave, mixed, weights, write_gguf
+from tests.quant.gguf_writer import (
+    LARGE,
+    LAYERS,
+    SMALL,
+    VOCAB,
+    Shape,
+    interleave,
+    llama3_factors,
+    mixed,
+    weights,
+    write_gguf,
+)
 
 MATRICES = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
 
@@ -26,7 +37,7 @@ def add_what_differs(tensors: dict[str, Any], architecture: str, shape: Shape) -
     for layer in range(LAYERS):
         for name, heads in (("q", shape.heads), ("k", shape.kv_heads), ("v", shape.kv_heads)):
             stem = f"blk.{layer}.attn_{name}"
-            if architecture == "llama" and name != "v":
+            if architecture in ("llama", "mistral3") and name != "v":
                 tensors[f"{stem}.weight"] = interleave(tensors[f"{stem}.weight"], heads)
             if architecture == "qwen2":
                 tensors[f"{stem}.bias"] = generator.standard_normal(heads * shape.head_dim, dtype=np.float32)
@@ -34,11 +45,13 @@ def add_what_differs(tensors: dict[str, Any], architecture: str, shape: Shape) -
                 tensors[f"{stem}_norm.weight"] = generator.standard_normal(shape.head_dim, dtype=np.float32)
 
 
-def assert_logits_equal_transformers(path: Path, architecture: str, **config: Any) -> None:
-    """transformers' own model of the dequantised weights, with what the file's metadata means to it in `config`."""
+def assert_logits_equal_transformers(path: Path, architecture: str, rope: dict[str, Any] | None = None) -> None:
+    """transformers' own model of the dequantised weights; rope: what the file's scaling means to it."""
     checkpoint = open_checkpoint(path)
-    make_config, make_model = FAMILIES[architecture]
-    reference = make_model(make_config(**{**checkpoint.config, "attention_bias": False, **config}))
+    make_config, make_model = FAMILIES["mistral" if architecture == "mistral3" else architecture]
+    config = {key: value for key, value in checkpoint.config.items() if key not in ("rope_theta", "rope_scaling")}
+    parameters = {"rope_type": "default", "rope_theta": 50000.0, **(rope or {})}
+    reference = make_model(make_config(**{**config, "attention_bias": False, "rope_parameters": parameters}))
     state = {name: checkpoint.tensor(name).float() for name in checkpoint.names()}
     missing, unexpected = reference.load_state_dict(state, strict=False)
     assert (missing, unexpected) == (["lm_head.weight"], [])
@@ -53,7 +66,7 @@ def assert_logits_equal_transformers(path: Path, architecture: str, **config: An
     assert_close(run(runner, [request], [1])[0], expected[39])
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("architecture", ["llama", "mistral3", "qwen2", "qwen3"])
 def test_logits_equal_transformers(tmp_path: Path, architecture: str) -> None:
     tensors: dict[str, Any] = {name: tensor * 0.3 for name, tensor in weights().items()}
     add_what_differs(tensors, architecture, SMALL)
@@ -63,7 +76,7 @@ def test_logits_equal_transformers(tmp_path: Path, architecture: str) -> None:
     assert_logits_equal_transformers(path, architecture)
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("architecture", ["llama", "mistral3", "qwen2", "qwen3"])
 @pytest.mark.parametrize(("most", "few"), [(Kind.Q2_K, Kind.Q3_K), (Kind.Q4_K, Kind.Q6_K), (Kind.Q5_K, Kind.Q6_K)])
 def test_logits_of_mixed_files_equal_transformers(tmp_path: Path, architecture: str, most: Kind, few: Kind) -> None:
     tensors: dict[str, Any]
@@ -71,3 +84,25 @@ def test_logits_of_mixed_files_equal_transformers(tmp_path: Path, architecture: 
     add_what_differs(tensors, architecture, LARGE)
     path = write_gguf(tmp_path / "m.gguf", tensors, kinds, architecture=architecture, shape=LARGE)
     assert_logits_equal_transformers(path, architecture)
+
+
+def test_logits_of_scaled_rotary_frequencies_equal_transformers(tmp_path: Path) -> None:
+    """Llama 3's frequencies as convert_hf_to_gguf.py stores them: what each is divided by."""
+    rope = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    rope["original_max_position_embeddings"] = 8192
+    tensors: dict[str, Any] = {name: tensor * 0.3 for name, tensor in weights().items()}
+    add_what_differs(tensors, "llama", SMALL)
+    tensors["rope_freqs.weight"] = llama3_factors(SMALL.head_dim, 50000.0, 8.0)
+    assert_logits_equal_transformers(write_gguf(tmp_path / "m.gguf", tensors, {}), "llama", rope)
+
+
+@pytest.mark.parametrize("kind", ["linear", "yarn"])
+def test_logits_of_scaled_positions_equal_transformers(tmp_path: Path, kind: str) -> None:
+    metadata: dict[str, Any] = {"rope.scaling.type": kind, "rope.scaling.factor": 4.0}
+    rope: dict[str, Any] = {"rope_type": kind, "factor": 4.0}
+    if kind == "yarn":
+        metadata["rope.scaling.original_context_length"] = rope["original_max_position_embeddings"] = 32
+    tensors: dict[str, Any] = {name: tensor * 0.3 for name, tensor in weights().items()}
+    add_what_differs(tensors, "qwen2", SMALL)
+    path = write_gguf(tmp_path / "m.gguf", tensors, {}, architecture="qwen2", metadata=metadata)
+    assert_logits_equal_transformers(path, "qwen2", rope)

@@ -10,7 +10,10 @@ from typing import Any
 import gguf
 import numpy as np
 import numpy.typing as npt
+import torch
 from gguf import GGMLQuantizationType as Kind
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 Array = npt.NDArray[np.float32]
 Blocks = npt.NDArray[np.uint8]
@@ -134,3 +137,14 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def llama3_factors(head_dim: int, theta: float, factor: float, original: int = 8192) -> Array:
+    """[head_dim / 2]: rope_freqs.weight of a Llama 3.1 (factor 8) or 3.2 (32), from transformers' own frequencies."""
+    scaling = {"factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    parameters = {"rope_type": "llama3", "rope_theta": theta, "original_max_position_embeddings": original, **scaling}
+    config = LlamaConfig(head_dim=head_dim, max_position_embeddings=131072, rope_parameters=parameters)
+    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
+    plain = theta ** -(torch.arange(0, head_dim, 2) / head_dim)
+    factors: Array = (plain / scaled).float().numpy()
+    return factors

@@ -17,7 +17,7 @@ from appliance.errors import ApplianceError, CheckpointError, UnsupportedModelEr
 from appliance.quant.checkpoint import open_checkpoint
 from appliance.quant.weight import QuantizedWeight
 from tests.quant import gguf_writer
-from tests.quant.gguf_writer import LARGE, SMALL, interleave, mixed, weights, write_gguf
+from tests.quant.gguf_writer import LARGE, SMALL, interleave, llama3_factors, mixed, weights, write_gguf
 
 MATRICES = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
 HF_NAMES = {
@@ -76,6 +76,30 @@ def test_rows_of_q_and_k_of_a_llama_are_put_back_in_order(tmp_path: Path, kind: 
         bias = checkpoint.tensor(f"model.layers.0.self_attn.{module}.bias")
         assert torch.equal(bias, torch.arange(heads * 16).float())
     assert checkpoint.config["attention_bias"] is True
+
+
+@pytest.mark.parametrize("factor", [8.0, 32.0])
+def test_the_rotary_scaling_of_llama_3_is_found_from_its_factors(tmp_path: Path, factor: float) -> None:
+    tensors = weights() | {"rope_freqs.weight": llama3_factors(SMALL.head_dim, 50000.0, factor)}
+    config = open_checkpoint(write_gguf(tmp_path / "m.gguf", tensors, {})).config
+    assert config["rope_scaling"] == {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+
+
+def test_factors_made_for_another_context_are_refused(tmp_path: Path) -> None:
+    tensors = weights() | {"rope_freqs.weight": llama3_factors(SMALL.head_dim, 50000.0, 8.0, original=4096)}
+    with pytest.raises(UnsupportedModelError, match="not those of Llama 3 scaled by 8"):
+        open_checkpoint(write_gguf(tmp_path / "m.gguf", tensors, {}))
+
+
+def test_a_mistral_has_no_window(tmp_path: Path) -> None:
+    config = open_checkpoint(write_gguf(tmp_path / "m.gguf", weights(), {}, architecture="mistral3")).config
+    assert (config["architectures"], config["sliding_window"]) == (["MistralForCausalLM"], None)
 
 
 def test_rows_of_q_and_k_of_a_qwen2_are_left_in_order(tmp_path: Path) -> None:
@@ -166,7 +190,22 @@ def test_a_tensor_type_not_served_is_refused_by_name(tmp_path: Path, kind: Kind,
         ("mamba", {}, None, "architecture is 'mamba', served are llama"),
         ("llama", {"expert_count": 8}, None, "8 experts, only dense"),
         ("llama", {"rope.dimension_count": 8}, None, "rotates 8 of 16"),
-        ("llama", {}, "rope_freqs.weight", "scales its rotary frequencies"),
+        ("llama", {}, "rope_freqs.weight", r"rope_freqs\.weight are not those of Llama 3 scaled by 2"),
+        ("llama", {"rope.scaling.type": "longrope"}, None, "rotary scaling is 'longrope', linear and plain yarn"),
+        (
+            "mistral3",
+            {"rope.scaling.type": "yarn", "rope.scaling.yarn_log_multiplier": 1.0},
+            None,
+            "'yarn' with yarn_log",
+        ),
+        ("llama", {"rope.scaling.type": "linear"}, None, "rope.scaling.factor is None, a number of at least 1"),
+        (
+            "llama",
+            {"rope.scaling.type": "linear"},
+            "rope_freqs.weight",
+            "has both rope_freqs.weight and rotary scaling",
+        ),
+        ("mistral3", {"attention.temperature_scale": 0.1}, None, "attention of that kind is not served"),
         ("llama", {}, "blk.0.ssm_a.weight", r"tensor blk\.0\.ssm_a\.weight has no place"),
         ("llama", {"attention.head_count_kv": 1}, None, "has 32 rows, 1 heads of 16 make 16"),
         ("llama", {"block_count": 10**9}, None, "num_hidden_layers is 1000000000"),
@@ -174,11 +213,11 @@ def test_a_tensor_type_not_served_is_refused_by_name(tmp_path: Path, kind: Kind,
     ],
 )
 def test_what_the_configuration_cannot_carry_is_refused(
-    tmp_path: Path, architecture: str, metadata: dict[str, int], extra: str | None, said: str
+    tmp_path: Path, architecture: str, metadata: dict[str, int | float | str], extra: str | None, said: str
 ) -> None:
     tensors = weights()
     if extra is not None:
-        tensors[extra] = np.ones(8, dtype=np.float32)
+        tensors[extra] = np.full(8, 2, dtype=np.float32)
     path = write_gguf(tmp_path / "m.gguf", tensors, {}, architecture=architecture, metadata=metadata)
     with pytest.raises(CheckpointError, match=said):
         open_checkpoint(path)
