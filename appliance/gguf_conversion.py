@@ -20,6 +20,9 @@ from appliance.model_cache import Progress, disk_full
 
 CONVERSION_VERSION = "1"
 """Raise it when the same .gguf must be converted anew."""
+# Ways to split text whose vocabularies were not made by merging (llama.cpp's llama-vocab.cpp, tokenizer_pre): a piece
+# that is a token is taken whole, and a text begins with the first token unless the file says otherwise.
+_WHOLE_PIECES = ("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "tekken")
 
 
 def convert_in_subprocess(gguf: Path, folder: Path, progress: Progress) -> None:
@@ -102,6 +105,11 @@ def save_tokenizer(gguf: Path, folder: Path) -> None:
             f"{gguf} splits text the way {split!r}, which is not known here, so prompts would be encoded wrongly: "
             "serve the model's GPTQ or AWQ checkpoint instead"
         )
+    elif split in _WHOLE_PIECES:
+        tokenizer.backend_tokenizer.model.ignore_merges = True
+        if value("add_bos_token") is None:
+            tokenizer.add_bos_token = True
+            tokenizer.update_post_processor()
     keys = {"bos_token_id": "bos_token_id", "eos_token_id": "eos_token_id", "pad_token_id": "padding_token_id"}
     generation_config = {name: value(key) for name, key in keys.items() if value(key) is not None}
     # The end of a turn, where it is not the end of a text.

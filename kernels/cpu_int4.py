@@ -53,7 +53,7 @@ class Int4Linear:
         self.packed: Tensor = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.t().contiguous().int(), 1)
         scales = F.pad(weight.scales, columns)
         zeros = F.pad(weight.offsets + middle * weight.scales, columns)
-        repeats = -(-min(weight.group_size, self.rows) // self.group_size)
+        repeats = -(-min(weight.group_size, self.rows) // self.group_size)  # one group may be said to be beyond K
         self.scales_and_zeros = torch.stack(  # [rows / group, N, 2]
             [part.repeat_interleave(repeats, 0)[: self.rows // self.group_size] for part in (scales, zeros)], -1
         ).to(dtype)

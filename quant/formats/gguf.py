@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from gguf import GGUFReader, ReaderTensor
 
 _PLAIN = ("F32", "F16", "BF16")
-# Codes of these are looked up in tables, no scale and offset gives them: by name, what is made of the same model.
+# Which file of a model to use instead of one with types that are not read, by their beginnings. Codes of the IQ types
+# are looked up in tables: no scale and offset gives their values.
 _INSTEAD = {"IQ1": "Q2_K", "IQ2": "Q2_K", "IQ3": "Q3_K_M", "TQ": "Q2_K"}
 _INTERLEAVED = ("llama", "mistral")
 _ROTATED = ("self_attn.q_proj", "self_attn.k_proj")
@@ -93,7 +94,9 @@ def open_gguf(path: Path) -> tuple[GgufSource, dict[str, Any]]:
     shapes = {name: tuple(int(size) for size in reversed(tensor.shape)) for name, tensor in tensors.items()}
     factors = tensors.pop(ROPE_FACTORS, None)
     if factors is not None and factors.tensor_type.name != "F32":
-        raise CheckpointError(f"{path.name}: tensor {ROPE_FACTORS} is {factors.tensor_type.name}, F32 was expected")
+        raise CheckpointError(
+            f"{path.name}: tensor {ROPE_FACTORS} is {factors.tensor_type.name}, F32 was expected: download it again"
+        )
     config = config_from_metadata(metadata, shapes, None if factors is None else factors.data.tolist())
     check_model_config(config)
     heads = {"self_attn.q_proj": config["num_attention_heads"], "self_attn.k_proj": config["num_key_value_heads"]}
@@ -101,10 +104,11 @@ def open_gguf(path: Path) -> tuple[GgufSource, dict[str, Any]]:
     for name, tensor in tensors.items():
         kind = tensor.tensor_type.name
         if kind not in _PLAIN and (kind not in BLOCK_TYPES or len(shapes[name]) != 2):
-            nearest = next((better for start, better in _INSTEAD.items() if kind.startswith(start)), "Q4_K_M")
+            nearest = next((file for start, file in _INSTEAD.items() if kind.startswith(start)), "Q4_K_M")
+            better = "another" if kind in BLOCK_TYPES else f"the {nearest}"
             raise UnsupportedModelError(
                 f"{path.name}: tensor {name} is {kind} {list(shapes[name])}, supported are matrices of "
-                f"{', '.join(BLOCK_TYPES)} and {', '.join(_PLAIN)}: use the model's {nearest} file"
+                f"{', '.join(BLOCK_TYPES)} and {', '.join(_PLAIN)}: use {better} file of the model"
             )
         hf_name = hugging_face_name(name)
         module = ".".join(hf_name.split(".")[-3:-1])

@@ -17,18 +17,26 @@ SPECIAL = ["<|im_start|>", "<|im_end|>", "<pad>"]
 
 
 def write_tokenizer(
-    path: Path, split: str | None, *, architecture: str = "llama", end_of_turn: int | None = None
+    path: Path,
+    split: str | None,
+    *,
+    architecture: str = "llama",
+    end_of_turn: int | None = None,
+    begins: bool | None = None,
 ) -> Path:
-    """A GGUF file that holds a byte-level tokenizer with merges of two spaces and of 12, and no tensors."""
+    """A GGUF file that holds a byte-level tokenizer with merges of two spaces and of 12, and a token `whole` that
+    no merge makes; and no tensors. begins: whether texts are said to begin with the first token."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     writer = gguf.GGUFWriter(path, architecture)
+    if begins is not None:
+        writer.add_add_bos_token(begins)
     if end_of_turn is not None:
         writer.add_eot_token_id(end_of_turn)
     writer.add_tokenizer_model("gpt2")
     if split is not None:
         writer.add_tokenizer_pre(split)
-    writer.add_token_list([*SPECIAL, *alphabet, "ĠĠ", "12"])
-    writer.add_token_types([gguf.TokenType.CONTROL] * len(SPECIAL) + [gguf.TokenType.NORMAL] * (len(alphabet) + 2))
+    writer.add_token_list([*SPECIAL, *alphabet, "ĠĠ", "12", "whole"])
+    writer.add_token_types([gguf.TokenType.CONTROL] * len(SPECIAL) + [gguf.TokenType.NORMAL] * (len(alphabet) + 3))
     writer.add_token_merges(["Ġ Ġ", "1 2"])
     writer.add_bos_token_id(0)
     writer.add_eos_token_id(1)
@@ -72,7 +80,25 @@ def write_sentencepiece(path: Path) -> Path:
 )
 def test_text_is_split_as_the_file_says(tmp_path: Path, architecture: str, split: str, tokens: list[str]) -> None:
     save_tokenizer(write_tokenizer(tmp_path / "model.gguf", split, architecture=architecture), tmp_path)
-    assert Tokenizer.from_file(str(tmp_path / "tokenizer.json")).encode("  12").tokens == tokens
+    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    assert tokenizer.encode("  12", add_special_tokens=False).tokens == tokens
+
+
+@pytest.mark.parametrize(
+    ("split", "begins", "tokens"),
+    [
+        ("llama-bpe", None, [SPECIAL[0], "whole"]),
+        ("llama-bpe", False, ["whole"]),
+        ("tekken", None, [SPECIAL[0], "whole"]),
+        ("qwen2", None, ["w", "h", "o", "l", "e"]),
+        ("qwen2", True, [SPECIAL[0], "w", "h", "o", "l", "e"]),
+    ],
+)
+def test_how_texts_begin_and_which_pieces_stay_whole(
+    tmp_path: Path, split: str, begins: bool | None, tokens: list[str]
+) -> None:
+    save_tokenizer(write_tokenizer(tmp_path / "model.gguf", split, begins=begins), tmp_path)
+    assert Tokenizer.from_file(str(tmp_path / "tokenizer.json")).encode("whole").tokens == tokens
 
 
 def test_sentencepiece_text_begins_with_its_token_and_falls_back_to_bytes(tmp_path: Path) -> None:

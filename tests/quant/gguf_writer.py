@@ -116,6 +116,7 @@ def write_gguf(
         "feed_forward_length": shape.intermediate,
         "attention.head_count": shape.heads,
         "attention.head_count_kv": shape.kv_heads,
+        "rope.freq_base": 50000.0,
         **(metadata or {}),
     }
     value_types = gguf.GGUFValueType
@@ -125,7 +126,6 @@ def write_gguf(
     writer.add_uint16("split.count", parts)
     writer.add_key_value("test.bytes", [1] * 8, value_types.ARRAY, sub_type=value_types.UINT8)
     writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_rope_freq_base(50000.0)
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     for name, tensor in tensors.items():
