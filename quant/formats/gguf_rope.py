@@ -66,7 +66,7 @@ def _llama3(factors: Sequence[float], theta: float, head_dim: int) -> dict[str, 
         return 1 / ((1 - kept) / factor + kept)
 
     if (
-        not factor >= 1.0
+        not 1.0 <= factor < math.inf
         or len(factors) != head_dim // 2
         or not all(math.isclose(found, made(index), rel_tol=1e-4) for index, found in enumerate(factors))
     ):

@@ -97,9 +97,13 @@ def test_factors_that_are_no_plain_numbers_are_refused(tmp_path: Path) -> None:
         open_checkpoint(write_gguf(tmp_path / "m.gguf", tensors, {"rope_freqs.weight": Kind.F16}))
 
 
-def test_factors_made_for_another_context_are_refused(tmp_path: Path) -> None:
-    tensors = weights() | {"rope_freqs.weight": llama3_factors(SMALL.head_dim, 50000.0, 8.0, original=4096)}
-    with pytest.raises(UnsupportedModelError, match="not those of Llama 3 scaled by 8"):
+@pytest.mark.parametrize("factors", ["of 4096", "infinite", "too few"])
+def test_factors_that_are_not_those_of_llama_3_are_refused(tmp_path: Path, factors: str) -> None:
+    found = llama3_factors(SMALL.head_dim, 50000.0, 8.0, original=4096 if factors == "of 4096" else 8192)
+    if factors == "infinite":
+        found[-1] = np.inf
+    tensors = weights() | {"rope_freqs.weight": found[:-1] if factors == "too few" else found}
+    with pytest.raises(UnsupportedModelError, match="not those of Llama 3 scaled by"):
         open_checkpoint(write_gguf(tmp_path / "m.gguf", tensors, {}))
 
 
