@@ -20,6 +20,9 @@ from appliance.model_cache import Progress, disk_full
 
 CONVERSION_VERSION = "1"
 """Raise it when the same .gguf must be converted anew."""
+# Ways to split text whose vocabularies were not made by merging (llama.cpp's llama-vocab.cpp, tokenizer_pre): a piece
+# that is a token is taken whole, and a text begins with the first token unless the file says otherwise.
+_WHOLE_PIECES = ("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "tekken")
 
 
 def convert_in_subprocess(gguf: Path, folder: Path, progress: Progress) -> None:
@@ -80,7 +83,7 @@ def save_tokenizer(gguf: Path, folder: Path) -> None:
     """
     from gguf import GGUFReader
     from tokenizers import pre_tokenizers
-    from transformers import AutoTokenizer
+    from transformers import PreTrainedTokenizerFast
     from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
     fields = GGUFReader(gguf).fields
@@ -89,7 +92,8 @@ def save_tokenizer(gguf: Path, folder: Path) -> None:
         field = fields.get(f"tokenizer.ggml.{key}")
         return None if field is None else field.contents()
 
-    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    # Not AutoTokenizer, which wants to know the model's architecture; what it makes is the same.
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(gguf.parent, gguf_file=gguf.name)
     split = value("pre")
     if split == "smollm":
         # transformers 5.24 does not know this one: every digit stands alone (SmolLM2's own tokenizer.json).
@@ -101,8 +105,17 @@ def save_tokenizer(gguf: Path, folder: Path) -> None:
             f"{gguf} splits text the way {split!r}, which is not known here, so prompts would be encoded wrongly: "
             "serve the model's GPTQ or AWQ checkpoint instead"
         )
+    elif split in _WHOLE_PIECES:
+        tokenizer.backend_tokenizer.model.ignore_merges = True
+        if value("add_bos_token") is None:
+            tokenizer.add_bos_token = True
+            tokenizer.update_post_processor()
     keys = {"bos_token_id": "bos_token_id", "eos_token_id": "eos_token_id", "pad_token_id": "padding_token_id"}
     generation_config = {name: value(key) for name, key in keys.items() if value(key) is not None}
+    # The end of a turn, where it is not the end of a text.
+    ends = [value(key) for key in ("eos_token_id", "eot_token_id") if value(key) is not None]
+    if len(set(ends)) > 1:
+        generation_config["eos_token_id"] = ends
     tokenizer.save_pretrained(folder)
     (folder / "generation_config.json").write_text(json.dumps(generation_config, indent=1))
 

@@ -36,13 +36,13 @@ class OneDnnLinear:
 
 def refuse(spec: LinearSpec, target: Target) -> str | None:
     if target.device != "cpu":
-        return f"runs on cpu, not on {target.device}"
+        return f"needs a CPU, found {target.device}"
     if target.dtype != torch.bfloat16:
-        return f"needs bfloat16 activations, not {str(target.dtype).removeprefix('torch.')}"
+        return f"needs bfloat16 activations, found {str(target.dtype).removeprefix('torch.')}"
     if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        return "this processor has no bfloat16 instructions (AVX512)"
+        return "needs bfloat16 instructions (AVX512), which this processor lacks"
     if spec.is_quantized and not target.keep_dense:
-        return "the memory plan has no room for a dense copy"
+        return "needs a dense copy, for which the memory plan has no room"
     return None
 
 

@@ -29,7 +29,7 @@ class DenseLinear:
 
 def refuse(spec: LinearSpec, target: Target) -> str | None:
     if spec.is_quantized and not target.keep_dense:
-        return "the memory plan has no room for a dense copy"
+        return "needs a dense copy, for which the memory plan has no room"
     return None
 
 

@@ -53,7 +53,7 @@ class DequantizeLinear:
 
 def refuse(spec: LinearSpec, target: Target) -> str | None:
     if not spec.is_quantized:
-        return "the layer is dense"
+        return "needs a quantised weight, found a dense one"
     return None
 
 

@@ -62,7 +62,7 @@ class PackedW4:
 
 
 def pack_w4(weight: AffineWeight) -> PackedW4:
-    """Pack a canonical 4-bit weight whose spec `run_group_size` takes."""
+    """Pack a canonical weight of at most 4 bits whose spec `run_group_size` takes."""
     K, N = weight.codes.shape
     group_size = run_group_size(LinearSpec(K, N, 4, weight.group_size))
     assert group_size is not None, f"no group of {weight.group_size} is let through"

@@ -12,8 +12,8 @@ class FormatReport:
     """The format of a checkpoint and why it is believed to be that.
 
     format: gptq, awq, gguf, safetensors (not quantised) or canonical (the appliance's own folder).
-    variant: the format's own word: v1 or v2 zero points (gptq), gemm (awq), Q4_1... (gguf), the dtype (safetensors),
-        the source's description (canonical).
+    variant: the format's own word: v1 or v2 zero points (gptq), gemm (awq), Q4_1 or Q4_K+Q6_K (gguf: the types
+        of its layers, that of most weights first), the dtype (safetensors), the source's description (canonical).
     bits: bits of a code; 0 when nothing is quantised.
     group_size: rows of K that share a scale; 0 when nothing is quantised, -1 for one group over all of K.
     symmetric: every zero point is the middle code; None where nothing is quantised.
@@ -38,7 +38,9 @@ class FormatReport:
         if self.bits == 0:
             return f"{label}, not quantised ({self.variant})"
         if self.format == "gguf":
-            return f"{label} {self.variant} {self.bits}-bit, group {self.group_size}"
+            main, *others = self.variant.split("+")
+            mix = f", other layers {', '.join(others)}" if others else ""
+            return f"{label} {main} {self.bits}-bit, group {self.group_size}{mix}"
         group = "one group per column" if self.group_size == -1 else f"group {self.group_size}"
         parts = [f"{label} {self.bits}-bit", group, "symmetric" if self.symmetric else "asymmetric"]
         if self.act_order:

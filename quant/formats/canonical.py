@@ -1,7 +1,7 @@
 """The appliance's own folder: canonical weights as safetensors, so that a slow format is parsed once.
 
 appliance.json, written last, says what each module holds. Tensors of a module, K inputs, N outputs, G groups:
-    <module>.codes   uint8: 4-bit codes two rows to a byte [ceil(K/2), N] (packing.pack_nibble_rows), others [K, N]
+    <module>.codes   uint8: up to 4 bits two rows to a byte [ceil(K/2), N] (packing.pack_nibble_rows), others [K, N]
     <module>.scales  [G, N]: fp16 where that is exact, else float32
     <module>.zeros   [G, N] uint8 for formats with integer zero points; the offsets are then -scales * zeros
     <module>.offsets [G, N]: fp16 where exact, else float32, for formats without
@@ -89,14 +89,14 @@ class CanonicalSource:
         if (
             group_size < 1
             or scales.shape != (-(-rows // group_size), codes.shape[-1])
-            or codes.shape[0] != (-(-rows // 2) if bits == 4 else rows)
+            or codes.shape[0] != (-(-rows // 2) if bits <= 4 else rows)
             or shifts.shape != scales.shape
         ):
             raise CheckpointError(
                 f"{shapes_of(self._files, module, _PARTS)} does not agree with {MANIFEST_NAME}, which says {entry}: "
                 "convert the model again"
             )
-        codes = unpack_nibble_rows(codes, rows) if bits == 4 else codes
+        codes = unpack_nibble_rows(codes, rows) if bits <= 4 else codes
         perm = self._files.tensor(f"{module}.perm").long() if f"{module}.perm" in self._files else None
         if zeroed:
             return from_zeros(codes, scales, shifts, bits=bits, group_size=group_size, perm=perm)
@@ -174,7 +174,7 @@ def _write(checkpoint: Checkpoint, folder: Path, progress: Callable[[int, int], 
 
 
 def _parts(weight: QuantizedWeight) -> dict[str, Tensor]:
-    codes = pack_nibble_rows(weight.codes) if weight.bits == 4 else weight.codes.contiguous()
+    codes = pack_nibble_rows(weight.codes) if weight.bits <= 4 else weight.codes.contiguous()
     parts = {"codes": codes, "scales": _exact_half(weight.scales)}
     if weight.zeros is not None:
         parts["zeros"] = weight.zeros.to(torch.uint8)

@@ -1,12 +1,8 @@
 """GGUF: llama.cpp's single-file format. Needs the `gguf` package, imported when a file is opened.
 
-Blocks of 32 codes along K, d and m little-endian fp16 (ggml-common.h; checked against the package's own dequantiser):
-    Q4_0  18 bytes  d, 16 bytes whose low nibbles are codes 0-15 and high nibbles codes 16-31    d * (code - 8)
-    Q4_1  20 bytes  d, m, 16 bytes as above                                                      d * code + m
-    Q8_0  34 bytes  d, 32 int8                                                                   d * code
-`scale * code + offset` reproduces all three bit for bit; Q8_0 is read as unsigned codes with zero point 128.
-For architecture llama the rows of attn_q and attn_k are stored interleaved for llama.cpp's rotary embedding
-(convert_hf_to_gguf.py `permute`) and are put back in Hugging Face's order here.
+Matrices of the types of gguf_blocks.py stay quantised, each with its own bits and groups: most files mix types.
+For architectures llama and mistral3 the rows of attn_q and attn_k are stored interleaved for llama.cpp's rotary
+embedding (convert_hf_to_gguf.py `permute`) and are put back in Hugging Face's order here.
 """
 
 from __future__ import annotations
@@ -17,13 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from appliance.errors import CheckpointError, UnsupportedModelError
+from appliance.quant.formats.gguf_blocks import BLOCK_TYPES, read_blocks
 from appliance.quant.formats.gguf_metadata import config_from_metadata, hugging_face_name
-from appliance.quant.formats.source import check_finite, from_zeros
+from appliance.quant.formats.gguf_rope import ROPE_FACTORS
 from appliance.quant.model_config import check_model_config
 from appliance.quant.report import FormatReport
 from appliance.quant.weight import QuantizedWeight
@@ -31,10 +27,11 @@ from appliance.quant.weight import QuantizedWeight
 if TYPE_CHECKING:
     from gguf import GGUFReader, ReaderTensor
 
-GROUP_SIZE = 32
-_BLOCK_BYTES = {"Q4_0": 18, "Q4_1": 20, "Q8_0": 34}
-_BITS = {"Q4_0": 4, "Q4_1": 4, "Q8_0": 8}
 _PLAIN = ("F32", "F16", "BF16")
+# Which file of a model to use instead of one with types that are not read, by their beginnings. Codes of the IQ types
+# are looked up in tables: no scale and offset gives their values.
+_INSTEAD = {"IQ1": "Q2_K", "IQ2": "Q2_K", "IQ3": "Q3_K_M", "TQ": "Q2_K"}
+_INTERLEAVED = ("llama", "mistral")
 _ROTATED = ("self_attn.q_proj", "self_attn.k_proj")
 
 
@@ -51,22 +48,7 @@ class GgufSource:
 
     def __init__(self, entries: dict[str, _Entry]) -> None:
         self._entries = entries
-        modules = [self._entries[f"{module}.weight"] for module in self.quantized_modules()]
-        sizes = Counter[str]()
-        for entry in modules:
-            sizes[entry.type] += int(entry.tensor.n_elements)
-        counts = Counter(entry.type for entry in entries.values())
-        evidence = ("tensors by type: " + ", ".join(f"{count} {name}" for name, count in counts.most_common()),)
-        main = sizes.most_common(1)[0][0] if sizes else counts.most_common(1)[0][0]
-        self.report = FormatReport(
-            format="gguf",
-            variant=main,
-            bits=_BITS.get(main, 0),
-            group_size=GROUP_SIZE if sizes else 0,
-            symmetric=main != "Q4_1" if sizes else None,
-            act_order=False,
-            evidence=evidence,
-        )
+        self.report = _report(entries)
 
     def plain_names(self) -> list[str]:
         return [name for name, entry in self._entries.items() if entry.type in _PLAIN]
@@ -84,26 +66,10 @@ class GgufSource:
     def quantized(self, module: str) -> QuantizedWeight:
         name = f"{module}.weight"
         entry = self._entries[name]
-        data: npt.NDArray[np.uint8] = np.array(entry.tensor.data)
+        data = np.array(entry.tensor.data)
         if entry.row_order is not None:
             data = data[entry.row_order.numpy()]
-        blocks = data.reshape(data.shape[0], -1, _BLOCK_BYTES[entry.type])
-        scales = check_finite(_halves(blocks, 0), name)
-        if entry.type == "Q8_0":
-            return from_zeros(
-                _codes(blocks[:, :, 2:] ^ np.uint8(0x80)),  # two's complement c to c + 128
-                scales,
-                torch.full(scales.shape, 128, dtype=torch.int32),
-                bits=8,
-                group_size=GROUP_SIZE,
-            )
-        nibbles = blocks[:, :, -16:]
-        codes = _codes(np.concatenate([nibbles & 15, nibbles >> 4], axis=2))
-        if entry.type == "Q4_0":
-            zeros = torch.full(scales.shape, 8, dtype=torch.int32)
-            return from_zeros(codes, scales, zeros, bits=4, group_size=GROUP_SIZE)
-        offsets = check_finite(_halves(blocks, 2), name)
-        return QuantizedWeight(codes=codes, scales=scales, offsets=offsets, bits=4, group_size=GROUP_SIZE)
+        return read_blocks(BLOCK_TYPES[entry.type], data, name)
 
     def close(self) -> None:
         self._entries.clear()
@@ -126,21 +92,28 @@ def open_gguf(path: Path) -> tuple[GgufSource, dict[str, Any]]:
 
     # gguf lists a shape fastest dimension first: (K, N).
     shapes = {name: tuple(int(size) for size in reversed(tensor.shape)) for name, tensor in tensors.items()}
-    config = config_from_metadata(metadata, shapes)
+    factors = tensors.pop(ROPE_FACTORS, None)
+    if factors is not None and factors.tensor_type.name != "F32":
+        raise CheckpointError(
+            f"{path.name}: tensor {ROPE_FACTORS} is {factors.tensor_type.name}, F32 was expected: download it again"
+        )
+    config = config_from_metadata(metadata, shapes, None if factors is None else factors.data.tolist())
     check_model_config(config)
     heads = {"self_attn.q_proj": config["num_attention_heads"], "self_attn.k_proj": config["num_key_value_heads"]}
     entries = {}
     for name, tensor in tensors.items():
         kind = tensor.tensor_type.name
-        if kind not in _PLAIN and (kind not in _BLOCK_BYTES or len(shapes[name]) != 2):
+        if kind not in _PLAIN and (kind not in BLOCK_TYPES or len(shapes[name]) != 2):
+            nearest = next((file for start, file in _INSTEAD.items() if kind.startswith(start)), "Q4_K_M")
+            better = "another" if kind in BLOCK_TYPES else f"the {nearest}"
             raise UnsupportedModelError(
                 f"{path.name}: tensor {name} is {kind} {list(shapes[name])}, supported are matrices of "
-                f"{', '.join(_BLOCK_BYTES)} and {', '.join(_PLAIN)}: use another file of the model"
+                f"{', '.join(BLOCK_TYPES)} and {', '.join(_PLAIN)}: use {better} file of the model"
             )
         hf_name = hugging_face_name(name)
         module = ".".join(hf_name.split(".")[-3:-1])
         order = None
-        if config["model_type"] == "llama" and module in _ROTATED:
+        if config["model_type"] in _INTERLEAVED and module in _ROTATED:
             rows = heads[module] * config["head_dim"]
             if shapes[name][0] != rows:
                 raise CheckpointError(
@@ -150,6 +123,29 @@ def open_gguf(path: Path) -> tuple[GgufSource, dict[str, Any]]:
             order = torch.arange(rows).view(heads[module], -1, 2).transpose(1, 2).reshape(-1)
         entries[hf_name] = _Entry(tensor, kind, order)
     return GgufSource(entries), config
+
+
+def _report(entries: dict[str, _Entry]) -> FormatReport:
+    counts = Counter(entry.type for entry in entries.values())
+    weights, layers = Counter[str](), Counter[str]()
+    for name, entry in entries.items():
+        weights[entry.type] += int(entry.tensor.n_elements)
+        if name.startswith("model.layers.") and len(entry.tensor.shape) == 2:
+            layers[entry.type] += int(entry.tensor.n_elements)
+    types = [kind for kind, _ in layers.most_common()]
+    # The embedding's type is not the model's, unless nothing else is quantised.
+    candidates = [*types, *(kind for kind, _ in weights.most_common())]
+    main = next((kind for kind in candidates if kind in BLOCK_TYPES), candidates[0])
+    block = BLOCK_TYPES.get(main)
+    return FormatReport(
+        format="gguf",
+        variant="+".join(dict.fromkeys([main, *types])),
+        bits=block.bits if block else 0,
+        group_size=block.group_size if block else 0,
+        symmetric=all(BLOCK_TYPES[kind].is_symmetric for kind in counts if kind in BLOCK_TYPES) if block else None,
+        act_order=False,
+        evidence=("tensors by type: " + ", ".join(f"{count} {kind}" for kind, count in counts.most_common()),),
+    )
 
 
 def _read(path: Path) -> GGUFReader:
@@ -175,14 +171,3 @@ def _read(path: Path) -> GGUFReader:
     if reader.byte_order == "S":
         raise UnsupportedModelError(f"{path.name} is a GGUF file of big-endian bytes, little-endian is supported")
     return reader
-
-
-def _halves(blocks: npt.NDArray[np.uint8], start: int) -> Tensor:
-    """fp16 at byte `start` of blocks [N, G, bytes], as float32 [G, N]."""
-    halves = np.ascontiguousarray(blocks[:, :, start : start + 2]).view("<f2")[:, :, 0]
-    return torch.from_numpy(np.ascontiguousarray(halves.T)).float()
-
-
-def _codes(codes: npt.NDArray[np.uint8]) -> Tensor:
-    """uint8 codes [N, G, 32] as [K, N]."""
-    return torch.from_numpy(np.ascontiguousarray(codes.reshape(codes.shape[0], -1).T))

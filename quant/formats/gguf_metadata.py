@@ -5,12 +5,20 @@ Keys and names: the `gguf` package's constants.py; `<arch>.` stands for general.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from appliance.errors import CheckpointError, UnsupportedModelError
+from appliance.quant.formats.gguf_rope import rope_scaling
 
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+# Mistral files before Small 3.1 say llama.
+ARCHITECTURES = {
+    "llama": ("LlamaForCausalLM", "llama"),
+    "mistral3": ("MistralForCausalLM", "mistral"),
+    "qwen2": ("Qwen2ForCausalLM", "qwen2"),
+    "qwen3": ("Qwen3ForCausalLM", "qwen3"),
+}
+"""Architecture and model_type of config.json."""
 _TOP = {"token_embd": "model.embed_tokens", "output": "lm_head", "output_norm": "model.norm"}
 _LAYER = {
     "attn_norm": "input_layernorm",
@@ -25,10 +33,9 @@ _LAYER = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-# Tensors and keys whose meaning a Llama-shaped configuration cannot carry: serving without them would be wrong.
-_UNSUPPORTED_TENSOR = "rope_freqs.weight"
-_ROPE_SCALING = "rope.scaling.type"
+# Keys whose meaning the configurations served cannot carry: serving without them would be wrong.
 _EXPERTS = "expert_count"
+_TEMPERATURE = "attention.temperature_scale"
 
 
 def hugging_face_name(name: str) -> str:
@@ -45,8 +52,11 @@ def hugging_face_name(name: str) -> str:
     )
 
 
-def config_from_metadata(read: Callable[[str], Any], shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
-    """A config.json of the model. `read` gives a metadata value or None; shapes: GGUF tensor name -> [N, K].
+def config_from_metadata(
+    read: Callable[[str], Any], shapes: dict[str, tuple[int, ...]], rope_factors: Sequence[float] | None = None
+) -> dict[str, Any]:
+    """A config.json of the model. `read` gives a metadata value or None; shapes: GGUF tensor name -> [N, K];
+    rope_factors: the values of tensor rope_freqs.weight, where there is one.
 
     Raises UnsupportedModelError for architectures and features not served, CheckpointError naming a missing key.
     """
@@ -74,23 +84,31 @@ def config_from_metadata(read: Callable[[str], Any], shapes: dict[str, tuple[int
         raise UnsupportedModelError(
             f"the GGUF file has {optional(_EXPERTS)} experts, only dense models are served: use another model"
         )
-    if optional(_ROPE_SCALING) not in (None, "none") or _UNSUPPORTED_TENSOR in shapes:
+    if optional(_TEMPERATURE):
         raise UnsupportedModelError(
-            "the GGUF file scales its rotary frequencies, which is not read from GGUF: use the model's safetensors"
+            f"the GGUF file says {architecture}.{_TEMPERATURE} {optional(_TEMPERATURE)!r}, attention of that kind is "
+            "not served: use another model"
         )
     embedding = shapes.get("token_embd.weight")
     if embedding is None or len(embedding) != 2:
         raise CheckpointError("the GGUF file has no matrix token_embd.weight: download it again")
     heads = integer("attention.head_count")
-    head_dim = optional("attention.key_length") or integer("embedding_length") // heads
+    stated = optional("attention.key_length")
+    head_dim = integer("attention.key_length") if stated else integer("embedding_length") // heads
     rotary = optional("rope.dimension_count")
     if rotary not in (None, head_dim):
         raise UnsupportedModelError(
             f"the GGUF file rotates {rotary} of {head_dim} head dimensions, only all are served: use another model"
         )
+    class_name, model_type = ARCHITECTURES[architecture]
+    theta = optional("rope.freq_base") or 10000.0
+    if not isinstance(theta, int | float) or not theta > 0:
+        raise CheckpointError(
+            f"GGUF metadata {architecture}.rope.freq_base is {theta!r}, a positive number was expected"
+        )
     config: dict[str, Any] = {
-        "architectures": [ARCHITECTURES[architecture]],
-        "model_type": architecture,
+        "architectures": [class_name],
+        "model_type": model_type,
         "hidden_size": integer("embedding_length"),
         "intermediate_size": integer("feed_forward_length"),
         "num_hidden_layers": integer("block_count"),
@@ -99,7 +117,7 @@ def config_from_metadata(read: Callable[[str], Any], shapes: dict[str, tuple[int
         "head_dim": head_dim,
         "hidden_act": "silu",
         "rms_norm_eps": optional("attention.layer_norm_rms_epsilon"),
-        "rope_theta": optional("rope.freq_base") or 10000.0,
+        "rope_theta": theta,
         "max_position_embeddings": integer("context_length"),
         "vocab_size": embedding[0],
         "tie_word_embeddings": "output.weight" not in shapes,
@@ -109,4 +127,9 @@ def config_from_metadata(read: Callable[[str], Any], shapes: dict[str, tuple[int
     }
     if config["rms_norm_eps"] is None:
         raise CheckpointError(f"GGUF metadata {architecture}.attention.layer_norm_rms_epsilon is missing")
+    scaling = rope_scaling(lambda key: optional(f"rope.scaling.{key}"), rope_factors, theta, head_dim)
+    if scaling is not None:
+        config["rope_scaling"] = scaling
+    if model_type == "mistral":
+        config["sliding_window"] = None  # absent would mean the window of Mistral's first version
     return config

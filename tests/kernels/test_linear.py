@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from appliance.errors import UnsupportedModelError
-from appliance.kernels import cpu_onednn, registry
+from appliance.kernels import cpu_int4, cpu_onednn, registry
 from appliance.kernels.reference.linear import linear as reference
 from appliance.kernels.registry import KERNELS, NoKernelError, plan_linear
 from appliance.kernels.spec import LinearSpec, Phase, Target
@@ -16,6 +16,9 @@ from appliance.quant.weight import QuantizedWeight, concatenate
 
 # Of the largest output. fp32: sums in another order. bf16: 8 bits in weight (or scale), activation and output.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1.5e-2}
+
+
+DENSE_REASON = "needs a dense copy, for which the memory plan has no room"
 
 
 def random_weight(K: int, N: int, group_size: int, bits: int = 4, act_order: bool = False) -> QuantizedWeight:
@@ -46,21 +49,35 @@ WEIGHTS = {
     "K128-N16-one-group": random_weight(128, 16, 128),
     "K384-N32-g384-expanded": random_weight(384, 32, 384),
     "K96-N13-g32-odd": random_weight(96, 13, 32),
-    "K64-N32-g16": random_weight(64, 32, 16),
     "K64-N32-g32-act-order": random_weight(64, 32, 32, act_order=True),
-    "K64-N32-8bit": random_weight(64, 32, 32, bits=8),
+    "K64-N32-2bit": random_weight(64, 32, 32, bits=2),
+    "K64-N32-3bit": random_weight(64, 32, 64, bits=3),
+    "K100-N32-one-group-padded": random_weight(100, 32, 100),
+    "K64-N32-g128-beyond-K": random_weight(64, 32, 128),
+    "K150-N20-g64-tail-3bit-act-order": random_weight(150, 20, 64, bits=3, act_order=True),
+    "K192-N16-g96": random_weight(192, 16, 96),
+}
+"""What the fused 4-bit kernel takes too."""
+OTHER_WEIGHTS = {
+    "K64-N32-g16": random_weight(64, 32, 16),
     "K33-N17-g11-odd": random_weight(33, 17, 11),
+    **{f"K64-N32-g16-{bits}bit": random_weight(64, 32, 16, bits) for bits in (2, 3, 5, 6, 8)},
+    **{f"K64-N32-g32-{bits}bit": random_weight(64, 32, 32, bits) for bits in (5, 6, 7, 8)},
+    **{f"K72-N24-g16-tail-{bits}bit": random_weight(72, 24, 16, bits) for bits in (2, 3, 5, 6, 8)},
+    **{f"K70-N24-one-group-{bits}bit": random_weight(70, 24, 70, bits) for bits in (5, 6, 8)},
+    **{f"K75-N24-g32-tail-act-order-{bits}bit": random_weight(75, 24, 32, bits, True) for bits in (5, 6, 8)},
+    **{f"K64-N32-g16-act-order-{bits}bit": random_weight(64, 32, 16, bits, True) for bits in (2, 3, 6)},
 }
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 @pytest.mark.parametrize("keep_dense", [True, False], ids=["dense-copy", "no-copy"])
-@pytest.mark.parametrize("name", WEIGHTS)
+@pytest.mark.parametrize("name", [*WEIGHTS, *OTHER_WEIGHTS])
 def test_kernels_equal_the_reference(name: str, keep_dense: bool, dtype: torch.dtype) -> None:
     """Each kernel that takes the layer computes it, for one row and for many."""
-    weight = WEIGHTS[name]
+    weight = (WEIGHTS | OTHER_WEIGHTS)[name]
     target = Target("cpu", dtype, keep_dense)
-    ran = 0
+    ran = set()
     for entry in KERNELS:
         if entry.refuse(spec_of(weight), target) is not None:
             continue
@@ -69,15 +86,35 @@ def test_kernels_equal_the_reference(name: str, keep_dense: bool, dtype: torch.d
             x = torch.randn(rows, weight.K, generator=torch.Generator().manual_seed(rows)).to(dtype)
             assert_close(kernel(x), reference(x, weight), dtype)
         assert kernel.nbytes > 0
-        ran += 1
-    assert ran >= 1
+        ran.add(entry.name)
+    expected = {"dequantize"}
+    if dtype == torch.bfloat16 and name in WEIGHTS:
+        expected.add("cpu_int4")
+    if keep_dense:
+        expected |= {"dense", "cpu_onednn"} if dtype == torch.bfloat16 else {"dense"}
+    assert ran == expected
 
 
-def test_int4_row_does_not_depend_on_its_neighbours() -> None:
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_int4_weights_differ_by_the_rounding_of_scales_alone(name: str) -> None:
+    """Each element, read by a unit row: (code - middle) * scale + (offset + middle * scale), both rounded to bf16."""
+    weight = WEIGHTS[name]
+    middle = 1 << weight.bits >> 1
+    group = torch.arange(weight.K) // weight.group_size
+    scales = weight.scales.bfloat16().float()[group]
+    shifts = (weight.offsets + middle * weight.scales).bfloat16().float()[group]
+    expected = ((weight.codes.float() - middle) * scales + shifts).bfloat16()
+    units = torch.eye(weight.K)
+    if weight.perm is not None:
+        units = units[weight.perm]  # its row i meets the weight's row i
+    assert torch.equal(cpu_int4.pack(weight, torch.bfloat16)(units.bfloat16()), expected)
+
+
+@pytest.mark.parametrize("weight", [random_weight(576, 64, 32), random_weight(100, 20, 100)], ids=["whole", "padded"])
+def test_int4_row_does_not_depend_on_its_neighbours(weight: QuantizedWeight) -> None:
     """A decode row is bit-equal alone and in any batch."""
-    weight = random_weight(576, 64, 32)
     kernel = PlannedLinear("layer", weight, None, Target("cpu", torch.bfloat16, True)).decode
-    x = torch.randn(33, 576).bfloat16()
+    x = torch.randn(33, weight.K).bfloat16()
     together = kernel(x)
     for row in (0, 7, 32):
         assert torch.equal(kernel(x[row : row + 1])[0], together[row])
@@ -106,13 +143,28 @@ def test_mixed_step_runs_each_row_by_its_phase() -> None:
     assert_close(mixed, reference(x, weight) + bias, torch.bfloat16)
 
 
-def test_plan_names_why_candidates_were_refused() -> None:
-    plan = plan_linear(LinearSpec(64, 32, 4, 16), Target("cpu", torch.bfloat16, False))
-    assert plan.kernel_names == ("dequantize",)
+@pytest.mark.parametrize(
+    ("spec", "reason"),
+    [
+        (LinearSpec(64, 32, 4, 16), "needs groups of a multiple of 32 rows or one over all of K, found 16"),
+        (LinearSpec(64, 32, 6, 32), "needs codes of at most 4 bits, found 6"),
+        (LinearSpec(64, 32, 16), "needs a quantised weight, found a dense one"),
+    ],
+)
+def test_plan_names_why_candidates_were_refused(spec: LinearSpec, reason: str) -> None:
+    plan = plan_linear(spec, Target("cpu", torch.bfloat16, False))
+    assert plan.kernel_names == ("dequantize" if spec.is_quantized else "cpu_onednn",)
     reasons = dict(plan.rejected)
-    assert "found 16" in reasons["cpu_int4"]
-    assert "dense copy" in reasons["dense"]
-    assert "dense copy" in reasons["cpu_onednn"]
+    assert reasons["cpu_int4"] == reason
+    if spec.is_quantized:
+        assert reasons["dense"] == reasons["cpu_onednn"] == DENSE_REASON
+    else:
+        assert reasons["dequantize"] == reason
+
+
+def test_the_dense_mode_names_why_the_fused_kernel_was_refused() -> None:
+    reasons = dict(plan_linear(LinearSpec(64, 32, 4, 32), Target("cpu", torch.float32, True)).rejected)
+    assert reasons["cpu_int4"] == "needs bfloat16 activations, found float32"
 
 
 def test_a_layer_that_nothing_runs_is_refused_with_all_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,6 +183,7 @@ def test_a_layer_that_nothing_runs_is_refused_with_all_reasons(monkeypatch: pyte
     [
         (LinearSpec(5120, 13824, 4, 128), torch.float16, "triton_w4a16"),
         (LinearSpec(5120, 13824, 4, 5120, has_perm=True), torch.bfloat16, "triton_w4a16"),
+        (LinearSpec(5120, 13824, 3, 64), torch.float16, "triton_w4a16"),
         (LinearSpec(5120, 13824, 8, 128), torch.float16, "dequantize"),
         (LinearSpec(5120, 152064, 16), torch.float16, "dense"),
         (LinearSpec(5120, 13824, 4, 128), torch.float32, "dense"),  # the exact mode

@@ -41,6 +41,7 @@ WEIGHTS = {
     "K-below-a-block": random_weight(72, 17, 64),
     "last-group-short": random_weight(160, 80, 128),
     "one-group-of-a-prime": random_weight(131, 13, 131),
+    "3-bit": random_weight(128, 64, 32, bits=3),
 }
 WEIGHTS |= {f"{name}-symmetric": symmetric(weight) for name, weight in WEIGHTS.items()}
 
@@ -117,10 +118,10 @@ def test_run_group(K: int, group_size: int, runs: int) -> None:
 @pytest.mark.parametrize(
     ("spec", "target", "found"),
     [
-        (LinearSpec(128, 64, 8, 32), Target("cuda", torch.float16, False), "8 bits"),
+        (LinearSpec(128, 64, 8, 32), Target("cuda", torch.float16, False), "found 8"),
         (LinearSpec(128, 64, 4, 16), Target("cuda", torch.float16, False), "16"),
         (LinearSpec(128, 64, 4, 32), Target("cuda", torch.float32, False), "float32"),
-        (LinearSpec(128, 64, 4, 32), Target("cpu", torch.bfloat16, False), "not on cpu"),
+        (LinearSpec(128, 64, 4, 32), Target("cpu", torch.bfloat16, False), "found cpu"),
         (LinearSpec(128, 64, 16), Target("cuda", torch.float16, False), "dense"),
     ],
 )

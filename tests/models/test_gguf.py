@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,45 +15,94 @@ from appliance.engine.model_runner import ModelRunner
 from appliance.quant.checkpoint import open_checkpoint
 from tests.models.test_logits import assert_close, make_request, run
 from tests.models.tiny import FAMILIES
-from tests.quant import gguf_writer
-from tests.quant.gguf_writer import HEAD_DIM, HEADS, KV_HEADS, interleave, weights, write_gguf
+from tests.quant.gguf_writer import (
+    LARGE,
+    LAYERS,
+    SMALL,
+    VOCAB,
+    Shape,
+    interleave,
+    llama3_factors,
+    mixed,
+    weights,
+    write_gguf,
+)
 
 MATRICES = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
 
 
-def write(path: Path, architecture: str) -> Path:
-    """Q4_1 matrices, and what the architecture adds to a Llama."""
-    tensors = {name: tensor * 0.3 for name, tensor in weights().items()}
-    kinds = {"token_embd.weight": Kind.Q8_0}
+def add_what_differs(tensors: dict[str, Any], architecture: str, shape: Shape) -> None:
+    """From a Llama with the rows of q and k in Hugging Face's order to what a file of the architecture holds."""
     generator = np.random.default_rng(1)
-    for layer in range(gguf_writer.LAYERS):
-        kinds |= {f"blk.{layer}.{name}.weight": Kind.Q4_1 for name in MATRICES}
-        for name, heads in (("q", HEADS), ("k", KV_HEADS), ("v", KV_HEADS)):
+    for layer in range(LAYERS):
+        for name, heads in (("q", shape.heads), ("k", shape.kv_heads), ("v", shape.kv_heads)):
             stem = f"blk.{layer}.attn_{name}"
-            if architecture == "llama" and name != "v":
+            if architecture in ("llama", "mistral3") and name != "v":
                 tensors[f"{stem}.weight"] = interleave(tensors[f"{stem}.weight"], heads)
             if architecture == "qwen2":
-                tensors[f"{stem}.bias"] = generator.standard_normal(heads * HEAD_DIM, dtype=np.float32)
+                tensors[f"{stem}.bias"] = generator.standard_normal(heads * shape.head_dim, dtype=np.float32)
             if architecture == "qwen3" and name != "v":
-                tensors[f"{stem}_norm.weight"] = generator.standard_normal(HEAD_DIM, dtype=np.float32)
-    return write_gguf(path, tensors, kinds, architecture=architecture)
+                tensors[f"{stem}_norm.weight"] = generator.standard_normal(shape.head_dim, dtype=np.float32)
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
-def test_logits_equal_transformers(tmp_path: Path, architecture: str) -> None:
-    path = write(tmp_path / "m.gguf", architecture)
+def assert_logits_equal_transformers(path: Path, architecture: str, rope: dict[str, Any] | None = None) -> None:
+    """transformers' own model of the dequantised weights; rope: what the file's scaling means to it."""
     checkpoint = open_checkpoint(path)
-    make_config, make_model = FAMILIES[architecture]
-    reference = make_model(make_config(**{**checkpoint.config, "attention_bias": False}))
+    make_config, make_model = FAMILIES["mistral" if architecture == "mistral3" else architecture]
+    config = {key: value for key, value in checkpoint.config.items() if key not in ("rope_theta", "rope_scaling")}
+    parameters = {"rope_type": "default", "rope_theta": 50000.0, **(rope or {})}
+    reference = make_model(make_config(**{**config, "attention_bias": False, "rope_parameters": parameters}))
     state = {name: checkpoint.tensor(name).float() for name in checkpoint.names()}
     missing, unexpected = reference.load_state_dict(state, strict=False)
     assert (missing, unexpected) == (["lm_head.weight"], [])
     reference.tie_weights()
 
     runner = ModelRunner(EngineConfig(str(path), dtype="float32", num_kv_blocks=8), lambda stage, done: None)
-    tokens = torch.randint(gguf_writer.VOCAB, (40,), generator=torch.Generator().manual_seed(2)).tolist()
+    tokens = torch.randint(VOCAB, (40,), generator=torch.Generator().manual_seed(2)).tolist()
     with torch.inference_mode():
         expected = torch.nn.Module.eval(reference)(torch.tensor([tokens])).logits[0]
     request = make_request(tokens[:39], tokens[39:], [3, 0, 7])
     assert_close(run(runner, [request], [39])[0], expected[38])
     assert_close(run(runner, [request], [1])[0], expected[39])
+
+
+@pytest.mark.parametrize("architecture", ["llama", "mistral3", "qwen2", "qwen3"])
+def test_logits_equal_transformers(tmp_path: Path, architecture: str) -> None:
+    tensors: dict[str, Any] = {name: tensor * 0.3 for name, tensor in weights().items()}
+    add_what_differs(tensors, architecture, SMALL)
+    kinds = {f"blk.{layer}.{name}.weight": Kind.Q4_1 for layer in range(LAYERS) for name in MATRICES}
+    kinds["token_embd.weight"] = Kind.Q8_0
+    path = write_gguf(tmp_path / "m.gguf", tensors, kinds, architecture=architecture)
+    assert_logits_equal_transformers(path, architecture)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "mistral3", "qwen2", "qwen3"])
+@pytest.mark.parametrize(("most", "few"), [(Kind.Q2_K, Kind.Q3_K), (Kind.Q4_K, Kind.Q6_K), (Kind.Q5_K, Kind.Q6_K)])
+def test_logits_of_mixed_files_equal_transformers(tmp_path: Path, architecture: str, most: Kind, few: Kind) -> None:
+    tensors: dict[str, Any]
+    tensors, kinds = mixed(most, few)
+    add_what_differs(tensors, architecture, LARGE)
+    path = write_gguf(tmp_path / "m.gguf", tensors, kinds, architecture=architecture, shape=LARGE)
+    assert_logits_equal_transformers(path, architecture)
+
+
+def test_logits_of_scaled_rotary_frequencies_equal_transformers(tmp_path: Path) -> None:
+    """Llama 3's frequencies as convert_hf_to_gguf.py stores them: what each is divided by."""
+    rope = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    rope["original_max_position_embeddings"] = 8192
+    tensors: dict[str, Any] = {name: tensor * 0.3 for name, tensor in weights().items()}
+    add_what_differs(tensors, "llama", SMALL)
+    tensors["rope_freqs.weight"] = llama3_factors(SMALL.head_dim, 50000.0, 8.0)
+    assert_logits_equal_transformers(write_gguf(tmp_path / "m.gguf", tensors, {}), "llama", rope)
+
+
+@pytest.mark.parametrize("kind", ["linear", "yarn"])
+def test_logits_of_scaled_positions_equal_transformers(tmp_path: Path, kind: str) -> None:
+    metadata: dict[str, Any] = {"rope.scaling.type": kind, "rope.scaling.factor": 4.0}
+    rope: dict[str, Any] = {"rope_type": kind, "factor": 4.0}
+    if kind == "yarn":
+        metadata["rope.scaling.original_context_length"] = rope["original_max_position_embeddings"] = 32
+    tensors: dict[str, Any] = {name: tensor * 0.3 for name, tensor in weights().items()}
+    add_what_differs(tensors, "qwen2", SMALL)
+    path = write_gguf(tmp_path / "m.gguf", tensors, {}, architecture="qwen2", metadata=metadata)
+    assert_logits_equal_transformers(path, "qwen2", rope)

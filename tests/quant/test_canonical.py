@@ -15,7 +15,7 @@ from appliance.quant.checkpoint import Checkpoint, open_checkpoint
 from appliance.quant.formats import canonical
 from appliance.quant.formats.canonical import save_canonical
 from appliance.quant.weight import QuantizedWeight
-from tests.quant.gguf_writer import weights, write_gguf
+from tests.quant.gguf_writer import LARGE, mixed, weights, write_gguf
 from tests.quant.writers import MODULE, gptq_config, gptq_tensors, pack, random_integers, write_folder
 
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -77,6 +77,15 @@ def test_gguf_comes_back_bit_identical_and_says_where_it_is_from(tmp_path: Path)
     assert read.report.describe() == "GGUF Q4_1 4-bit, group 32 (converted)"
     assert (read.report.format, read.report.bits, read.report.group_size) == ("canonical", 4, 32)
     assert calls == [(done, len(checkpoint.names())) for done in range(1, len(checkpoint.names()) + 1)]
+
+
+@pytest.mark.parametrize("most", [Kind.Q2_K, Kind.Q3_K, Kind.Q4_K, Kind.Q5_K])
+def test_a_mixed_gguf_comes_back_bit_identical(tmp_path: Path, most: Kind) -> None:
+    checkpoint = open_checkpoint(write_gguf(tmp_path / "m.gguf", *mixed(most, Kind.Q6_K), shape=LARGE))
+    save_canonical(checkpoint, tmp_path / "out")
+    read = open_checkpoint(tmp_path / "out")
+    assert_same(checkpoint, read)
+    assert read.report.describe().endswith(", other layers Q6_K (converted)")
 
 
 def test_plain_and_mixed_tensors_and_odd_rows_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
