@@ -104,7 +104,8 @@ class DecoderModel:
         for layer, layer_cache in zip(self.layers, cache, strict=True):
             delta = layer(x, delta, cos, sin, attention, layer_cache)
         assert delta is not None, "a model has layers"
-        return self.backend.rms_norm(delta[rows], self.norm, self.config.rms_norm_eps, x[rows])
+        last, residual = delta.index_select(0, rows), x.index_select(0, rows)
+        return self.backend.rms_norm(last, self.norm, self.config.rms_norm_eps, residual)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
