@@ -98,7 +98,7 @@ class GptqSource:
                     f"(the first is {excluded[0]}): they are used as they are"
                 )
         bits = Counter(spec.bits for spec in specs).most_common(1)[0][0]
-        group_size = reported_group_size((spec.rows, spec.group_size) for spec in specs)
+        group_size = reported_group_size((spec.rows, spec.group_size) for spec in specs if spec.bits == bits)
         settings = {
             module: describe_module(spec.bits, spec.rows, spec.group_size, group_size)
             for module, spec in self._modules.items()
