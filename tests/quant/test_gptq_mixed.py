@@ -15,6 +15,7 @@ from torch import Tensor
 
 from appliance.errors import CheckpointError
 from appliance.quant.checkpoint import Checkpoint, open_checkpoint
+from appliance.quant.formats.canonical import save_canonical
 from appliance.quant.weight import QuantizedWeight
 from tests.quant.writers import (
     exact_weight,
@@ -84,6 +85,16 @@ def test_layers_of_their_own_width_and_group_plain_ones_and_a_quantised_lm_head_
         "model.layers.3.mlp.down_proj not quantised",
     )
     assert report.warnings == ()
+
+
+def test_a_conversion_keeps_every_width_and_the_exceptions(tmp_path: Path) -> None:
+    tensors, exact = model(layers(4, _0=(2, 32), _1=(3, 32), _2=(8, 64)) | {"lm_head": (4, GROUP)})
+    checkpoint = open_checkpoint(write_folder(tmp_path / "in", tensors))
+    save_canonical(checkpoint, tmp_path / "out")
+    converted = open_checkpoint(tmp_path / "out")
+    assert_exact(converted, exact)
+    assert converted.report.exceptions == checkpoint.report.exceptions
+    assert "model.layers.1.* 3-bit group 32" in converted.report.exceptions
 
 
 @pytest.mark.parametrize("listed", [[["self_attn.q_proj"], ["mlp.up_proj"]], ["self_attn.q_proj", "mlp.up_proj"], None])
