@@ -40,9 +40,8 @@ def unpack_words(words: Tensor, bits: int, dim: int, order: Sequence[int] | None
 
 
 def _every(words: Tensor, dim: int, start: int, step: int, count: int) -> Tensor:
-    """`count` lines of `words` from `start` on, wide enough to hold a mask of 8 bits."""
-    lines = words[start::step][:count] if dim == 0 else words[:, start::step][:, :count]
-    return lines if words.element_size() >= 4 else lines.to(torch.int32)
+    """`count` lines of `words`, every `step`-th from `start` on."""
+    return words[start::step][:count] if dim == 0 else words[:, start::step][:, :count]
 
 
 def pack_words(codes: Tensor, bits: int, dim: int, order: Sequence[int] | None = None) -> Tensor:

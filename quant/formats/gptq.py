@@ -87,9 +87,12 @@ class GptqSource:
         warnings = list(zeros.warnings)
         if declared is not None:
             evidence.append(f"{declared.file} says {declared.method or 'no method'}, {declared.bits} bits")
-            if permuted and declared.act_order is False:
+            unordered = [module for module in self._modules if declared.for_module(module).act_order is False]
+            contradicting = sum(self._modules[module].permuted for module in unordered)
+            if contradicting:
                 warnings.append(
-                    f"{declared.file} says desc_act false, but {permuted} modules have a permuted g_idx: it is followed"
+                    f"{declared.file} says desc_act false, but {contradicting} modules have a permuted g_idx: "
+                    "it is followed"
                 )
             excluded = [module for module in self._modules if declared.for_module(module).excluded]
             if excluded:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -78,40 +78,8 @@ def study_zero_points(
     each other.
     """
     declared_version = _declared_version(declared)
-    symmetric: dict[int, str] = {}  # version -> the first module that shows it
-    asymmetric: list[str] = []
-    lost: dict[str, int] = {}
-    distance, count, full = 0.0, 0, 0
-    for module, spec in modules.items():
-        words = files.tensor(f"{module}.qzeros")
-        fields = unpack_words(words, spec.bits, 1)[:, : spec.columns]
-        middle, highest = 1 << (spec.bits - 1), (1 << spec.bits) - 1
-        first = int(fields[0, 0])
-        if first in (middle - 1, middle) and bool((fields == first).all()):
-            symmetric.setdefault(1 if first < middle else 2, module)
-            continue
-        asymmetric.append(module)
-        if destroyed := _destroyed_words(words, spec.bits):
-            lost[module] = destroyed
-        if spec.bits <= _MAX_AVERAGED_BITS:
-            distance += float(fields.sum(dtype=torch.int64)) - fields.numel() * highest / 2
-            count += fields.numel()
-            full += int((fields == highest).sum())
-    if len(symmetric) > 1:
-        raise CheckpointError(
-            f"{symmetric[1]}.qzeros holds symmetric zero points of version 1, {symmetric[2]}.qzeros those of version "
-            "2, one version was expected: quantise the model again"
-        )
-    version, seen = declared_version, "the zero points do not tell their version"
-    if symmetric:
-        version, module = next(iter(symmetric.items()))
-        seen = f"every field of {module}.qzeros holds the symmetric zero point of version {version}"
-    elif count >= _ENOUGH_ZERO_POINTS and full < _FEW * count:
-        average = distance / count
-        implied = {2: abs(average) < _NEAR, 1: abs(average + 1) < _NEAR}
-        version = next((version for version, near in implied.items() if near), declared_version)
-        seen = f"the fields of qzeros are {average:+.2f} from the middle code on average"
-    kind = f"{len(asymmetric)} modules are asymmetric" if asymmetric else "every module is symmetric"
+    survey = _survey(files, modules)
+    version, seen = _decide(survey, declared_version)
     warnings = []
     if version != declared_version:
         said = "the configuration implies" if declared is not None else "files without a configuration have"
@@ -119,20 +87,73 @@ def study_zero_points(
             f"{said} zero points of version {declared_version}, but {seen}, which is version {version}: "
             f"read as version {version}"
         )
-    if version == 1 and lost and "gptqmodel" not in (declared.writer if declared is not None else ""):
+    if version == 1 and survey.lost and "gptqmodel" not in (declared.writer if declared is not None else ""):
         warnings.append(
-            f"{sum(lost.values())} words of zero points (the first in {next(iter(lost))}.qzeros) hold a 0 that "
-            "AutoGPTQ wrote over its neighbours: these columns decode wrongly, quantise again with symmetric zeros or "
-            "gptq_v2"
+            f"{sum(survey.lost.values())} words of zero points (the first in {next(iter(survey.lost))}.qzeros) hold a "
+            "0 that AutoGPTQ wrote over its neighbours: these columns decode wrongly, quantise again with symmetric "
+            "zeros or gptq_v2"
         )
     if declared is not None:
-        unexpected = [module for module in asymmetric if declared.for_module(module).symmetric]
+        unexpected = [module for module in survey.asymmetric if declared.for_module(module).symmetric]
         if unexpected:
             warnings.append(
                 f"{declared.file} says sym true, but the zero points of {len(unexpected)} modules differ (the first in "
                 f"{unexpected[0]}.qzeros): they are used as they are"
             )
+    asymmetric = len(survey.asymmetric)
+    kind = f"{asymmetric} modules are asymmetric" if asymmetric else "every module is symmetric"
     return ZeroPoints(version, not asymmetric, f"{kind}; {seen}; read as version {version}", tuple(warnings))
+
+
+@dataclass(slots=True)
+class _Survey:
+    """symmetric: version -> the first module that shows it. lost: words written over, by module. Of the fields of
+    asymmetric modules: how many, their distances from the middle code in all, how many have every bit set.
+    """
+
+    symmetric: dict[int, str] = field(default_factory=dict)
+    asymmetric: list[str] = field(default_factory=list)
+    lost: dict[str, int] = field(default_factory=dict)
+    count: int = 0
+    distance: float = 0.0
+    full: int = 0
+
+
+def _survey(files: TensorFiles, modules: Mapping[str, GptqModule]) -> _Survey:
+    survey = _Survey()
+    for module, spec in modules.items():
+        words = files.tensor(f"{module}.qzeros")
+        fields = unpack_words(words, spec.bits, 1)[:, : spec.columns]
+        middle, highest = 1 << (spec.bits - 1), (1 << spec.bits) - 1
+        first = int(fields[0, 0])
+        if first in (middle - 1, middle) and bool((fields == first).all()):
+            survey.symmetric.setdefault(1 if first < middle else 2, module)
+            continue
+        survey.asymmetric.append(module)
+        if lost := _lost_words(words, spec.bits):
+            survey.lost[module] = lost
+        if spec.bits <= _MAX_AVERAGED_BITS:
+            survey.count += fields.numel()
+            survey.distance += int(fields.sum(dtype=torch.int64)) - fields.numel() * highest / 2
+            survey.full += int((fields == highest).sum())
+    return survey
+
+
+def _decide(survey: _Survey, declared_version: int) -> tuple[int, str]:
+    """The version, and what was seen of it."""
+    if len(survey.symmetric) > 1:
+        raise CheckpointError(
+            f"{survey.symmetric[1]}.qzeros holds symmetric zero points of version 1, {survey.symmetric[2]}.qzeros "
+            "those of version 2, one version was expected: quantise the model again"
+        )
+    for version, module in survey.symmetric.items():
+        return version, f"every field of {module}.qzeros holds the symmetric zero point of version {version}"
+    if survey.count >= _ENOUGH_ZERO_POINTS and survey.full < _FEW * survey.count:
+        average = survey.distance / survey.count
+        for version, place in ((1, -1), (2, 0)):
+            if abs(average - place) < _NEAR:
+                return version, f"the fields of qzeros are {average:+.2f} from the middle code on average"
+    return declared_version, "the zero points do not tell their version"
 
 
 def _declared_version(declared: DeclaredQuantization | None) -> int:
@@ -145,7 +166,7 @@ def _declared_version(declared: DeclaredQuantization | None) -> int:
     return _VERSIONS[declared.layout]
 
 
-def _destroyed_words(words: Tensor, bits: int) -> int:
+def _lost_words(words: Tensor, bits: int) -> int:
     """How many words look as if a -1 was written over a field: set in the highest field that has bits above it, and
     in all of those. A zero point of 0 followed by genuine 1s looks the same, but no quantiser yields many of these.
     """

@@ -19,6 +19,7 @@ def solve_group_size(module: str, rows: int, groups: int, declared: DeclaredQuan
         raise CheckpointError(
             f"the scales of {module} have no rows, one per group was expected: download the model again"
         )
+    declared = declared.for_module(module) if declared is not None else None
     size = declared.group_size if declared is not None else None
     if size is not None and declared is not None:
         size = rows if size == -1 else min(size, rows)

@@ -87,6 +87,14 @@ def test_layers_of_their_own_width_and_group_plain_ones_and_a_quantised_lm_head_
     assert report.warnings == ()
 
 
+def test_the_group_reported_is_the_usual_one_of_the_usual_width(tmp_path: Path) -> None:
+    specs = {"a": (4, 32), "b": (4, 32), "c": (4, 64), "d": (8, 64), "e": (8, 64)}
+    tensors, _ = model(specs)
+    report = open_checkpoint(write_folder(tmp_path, tensors)).report
+    assert (report.bits, report.group_size) == (4, 32)
+    assert report.exceptions == ("c 4-bit group 64", "d 8-bit group 64", "e 8-bit group 64")
+
+
 def test_a_conversion_keeps_every_width_and_the_exceptions(tmp_path: Path) -> None:
     tensors, exact = model(layers(4, _0=(2, 32), _1=(3, 32), _2=(8, 64)) | {"lm_head": (4, GROUP)})
     checkpoint = open_checkpoint(write_folder(tmp_path / "in", tensors))
@@ -136,6 +144,19 @@ def test_what_dynamic_says_of_a_module_is_checked_against_it(tmp_path: Path, rul
         with pytest.raises(CheckpointError) as raised:
             open_checkpoint(folder)
         assert said in raised.value.message
+
+
+def test_act_order_of_single_modules_is_no_contradiction_where_dynamic_says_it(tmp_path: Path) -> None:
+    codes, zeros, scales = random_integers(K, N, K // GROUP)
+    order = (torch.arange(K) // GROUP)[torch.randperm(K, generator=torch.Generator().manual_seed(0))]
+    tensors, exact = model(layers(1))
+    tensors |= gptq_tensors(codes, gptqmodel_zero_words(zeros), scales, order, "lm_head")
+    exact["lm_head"] = exact_weight(codes, zeros, scales, order)
+    for rules, warnings in (({"lm_head": {"desc_act": True}}, 0), ({}, 1)):
+        checkpoint = open_checkpoint(write_folder(tmp_path, tensors, gptq_config(GROUP, dynamic=rules)))
+        assert_exact(checkpoint, exact)
+        assert checkpoint.report.act_order
+        assert len(checkpoint.report.warnings) == warnings
 
 
 def test_a_quantised_module_that_dynamic_excludes_is_reported_and_read(tmp_path: Path) -> None:

@@ -149,6 +149,24 @@ def test_the_average_zero_point_of_an_asymmetric_file_decides_its_version_whatev
     assert [f"read as version {stored}" in warning for warning in checkpoint.report.warnings] == [True] * (not agrees)
 
 
+@pytest.mark.parametrize("bits", [2, 3, 4])
+@pytest.mark.parametrize("declared", ["gptq", "gptq_v2"])
+def test_where_zero_points_are_spread_evenly_and_tell_nothing_the_declared_version_is_taken(
+    tmp_path: Path, bits: int, declared: str
+) -> None:
+    rows, group_size = 512, 16
+    order = torch.arange(rows) // group_size
+    codes, zeros, scales = random_integers(rows, N, rows // group_size, zeros=(0, 1 << bits), bits=bits)
+    words = pack(zeros, 1, bits) if declared == "gptq_v2" else gptqmodel_zero_words(zeros, bits)
+    quantization = gptq_config(
+        group_size, bits=bits, checkpoint_format=declared, meta={"quantizer": ["gptqmodel:7.0.0"]}
+    )
+    folder = write_folder(tmp_path, gptq_tensors(codes, words, scales, order, bits=bits), quantization)
+    checkpoint = open_checkpoint(folder)
+    assert torch.equal(dense(checkpoint), exact_weight(codes, zeros, scales, order))
+    assert checkpoint.report.warnings == ()
+
+
 @pytest.mark.parametrize("declared", ["gptq", "gptq_v2"])
 def test_where_few_asymmetric_zero_points_tell_nothing_the_declared_version_is_taken(
     tmp_path: Path, declared: str
