@@ -49,6 +49,8 @@ WEIGHTS = {
     "K64-N32-g16": random_weight(64, 32, 16),
     "K64-N32-g32-act-order": random_weight(64, 32, 32, act_order=True),
     "K64-N32-8bit": random_weight(64, 32, 32, bits=8),
+    "K160-N32-2bit-act-order-tail": random_weight(160, 32, 64, bits=2, act_order=True),
+    "K64-N32-3bit": random_weight(64, 32, 16, bits=3),
     "K33-N17-g11-odd": random_weight(33, 17, 11),
 }
 
