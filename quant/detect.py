@@ -9,11 +9,12 @@ from appliance.quant.declared import DeclaredQuantization
 from appliance.quant.formats.awq import AwqSource
 from appliance.quant.formats.canonical import MANIFEST_NAME
 from appliance.quant.formats.gptq import GptqSource
+from appliance.quant.formats.marlin import MarlinSource
 from appliance.quant.formats.plain import PlainSource
 from appliance.quant.formats.source import WeightSource
 from appliance.quant.tensor_files import TensorFiles
 
-_SUPPORTED = "supported are GPTQ and AWQ (gemm) at 4 bits, GGUF, and unquantised safetensors"
+_SUPPORTED = "supported are GPTQ, AWQ (gemm) at 4 bits, GGUF, and unquantised safetensors"
 # Suffix of a tensor only that format writes.
 _OTHERS = {
     ".weight_packed": "compressed-tensors",
@@ -33,8 +34,6 @@ def detect_source(files: TensorFiles, declared: DeclaredQuantization | None) -> 
     """
     for name in files:
         found = next((label for suffix, label in _OTHERS.items() if name.endswith(suffix)), None)
-        if name.endswith(".B") and f"{name[:-2]}.s" in files:
-            found = "GPTQ in marlin layout"
         if name.endswith(".codes"):
             raise CheckpointError(
                 f"{files.file(name).parent} is an incomplete copy of a converted model, {MANIFEST_NAME} is missing: "
@@ -43,6 +42,13 @@ def detect_source(files: TensorFiles, declared: DeclaredQuantization | None) -> 
         if found is not None:
             raise UnsupportedModelError(f"the model is {found} (tensor {name}), {_SUPPORTED}: use one of these")
     modules = [name.removesuffix(".qweight") for name in files if name.endswith(".qweight")]
+    marlin = [name.removesuffix(".B") for name in files if name.endswith(".B") and f"{name[:-2]}.s" in files]
+    if marlin and modules:
+        raise CheckpointError(
+            f"{marlin[0]} has Marlin's layout, {modules[0]} has words in qweight: one was expected, quantise it again"
+        )
+    if marlin:
+        return MarlinSource(files, marlin, declared)
     if not modules:
         return PlainSource(files, declared)
     layouts = {module: _layout(files, module, declared) for module in modules}
@@ -86,6 +92,6 @@ def _layout(files: TensorFiles, module: str, declared: DeclaredQuantization | No
     if words[0] == scales[0]:
         raise UnsupportedModelError(f"{module} has AWQ's gemv layout, {_SUPPORTED}: use one of these")
     raise CheckpointError(
-        f"{module} has qweight {list(words)} and scales {list(scales)}, which fit neither GPTQ ([K/8, N] and [G, N]) "
-        "nor AWQ ([K, N/8] and [G, N]): the file is damaged, download it again"
+        f"{module} has qweight {list(words)} and scales {list(scales)}, which fit neither GPTQ ([K*bits/32, N] and "
+        "[G, N]) nor AWQ ([K, N/8] and [G, N]): the file is damaged, download it again"
     )
