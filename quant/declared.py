@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from appliance.errors import CheckpointError
+from appliance.quant.autoround import AUTOROUND_METHODS, autoround_layout
 from appliance.quant.model_folder import read_json
 
 # AutoGPTQ and AutoAWQ wrote files of their own before Hugging Face's key existed; AutoRound still does.
@@ -17,7 +18,9 @@ _OWN_FILES = ("quantize_config.json", "quant_config.json", "quantization_config.
 class DeclaredQuantization:
     """The quantisation keys of a configuration, None where the key is absent.
 
-    method, layout: lower case; layout is `format`, `checkpoint_format`, `packing_format` or AWQ's `version`.
+    method, layout: lower case; layout is `format`, `checkpoint_format`, AWQ's `version`, or what AutoRound's packing
+        stands for: gptq, gptq_v2, gemm.
+    symmetric: `sym`, or the opposite of AWQ's `zero_point`.
     overrides: the configuration gives some modules settings of their own.
     """
 
@@ -30,6 +33,13 @@ class DeclaredQuantization:
     act_order: bool | None = None
     overrides: bool = False
     writer: str = ""
+
+    @property
+    def packing(self) -> str | None:
+        """The method whose words the tensors should have: AutoRound writes those of GPTQ and of AWQ."""
+        if self.method not in AUTOROUND_METHODS:
+            return self.method
+        return None if self.layout is None else "awq" if self.layout == "gemm" else "gptq"
 
 
 def declared_quantization(folder: Path, config: dict[str, Any]) -> DeclaredQuantization | None:
@@ -48,16 +58,19 @@ def declared_quantization(folder: Path, config: dict[str, Any]) -> DeclaredQuant
 
 def _parse(file: str, raw: dict[str, Any]) -> DeclaredQuantization:
     method = _text(file, raw, "quant_method", "method")
-    layout = _text(file, raw, "format", "checkpoint_format", "packing_format", "version")
+    layout = _text(file, raw, "format", "checkpoint_format", "version")
     backend = _text(file, raw, "backend")
     if raw.get("is_marlin_format") is True:
         layout = "marlin"
     if method == "awq" and backend == "llm-awq":
         layout = backend  # gemv_fast words, whatever `version` says (transformers AwqConfig)
-    if method in ("auto-round", "intel/auto-round") and layout is None:
-        layout = backend
+    if method in AUTOROUND_METHODS:
+        layout = autoround_layout(file, raw, _text(file, raw, "packing_format", "backend"))
     if method is None and "zero_point" in raw:
         method = "awq"  # AutoAWQ's own file has no method
+    symmetric, zero_point = _flag(file, raw, "sym"), _flag(file, raw, "zero_point")
+    if symmetric is None and zero_point is not None:
+        symmetric = not zero_point
     meta = raw.get("meta")
     writer = str(meta.get("quantizer", "")) if isinstance(meta, dict) else ""
     return DeclaredQuantization(
@@ -66,7 +79,7 @@ def _parse(file: str, raw: dict[str, Any]) -> DeclaredQuantization:
         layout=layout,
         bits=_integer(file, raw, 1, "bits", "w_bit"),
         group_size=_group_size(file, raw),
-        symmetric=_flag(file, raw, "sym"),
+        symmetric=symmetric,
         act_order=_flag(file, raw, "desc_act"),
         overrides=bool(raw.get("dynamic") or raw.get("extra_config")),
         writer=writer.lower(),

@@ -21,19 +21,8 @@ from appliance.quant.tensor_files import TensorFiles
 _ONES = 0x11111111
 # The word of eight zero points of 8, as int32, in each version.
 _SYMMETRIC = {0x77777777: 1, 0x88888888 - (1 << 32): 2}
-# AutoRound's names: auto_round/inference/backend.py. At 4 bits gptq_p has version 2's words: GPTQModel
-# utils/planar_packing.py.
-_VERSIONS = {
-    "gptq": 1,
-    "auto_round:auto_gptq": 1,
-    "auto_round:gptq": 1,
-    "auto_round:gptq:exllamav2": 1,
-    "gptq_v2": 2,
-    "gptq_p": 2,
-    "auto_round": 2,
-    "auto_round:gptqmodel": 2,
-    "auto_round:exllamav2": 2,
-}
+# At 4 bits gptq_p has version 2's words: GPTQModel utils/planar_packing.py.
+_VERSIONS = {"gptq": 1, "gptq_v2": 2, "gptq_p": 2}
 
 
 @dataclass(frozen=True, slots=True)
