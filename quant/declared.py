@@ -20,7 +20,7 @@ class DeclaredQuantization:
 
     method, layout: lower case; layout is `format`, `checkpoint_format`, AWQ's `version`, or what AutoRound's packing
         stands for: gptq, gptq_v2, gemm.
-    symmetric: `sym`, or the opposite of AWQ's `zero_point`.
+    zero_point: AWQ's, true where zero points are stored.
     overrides: the configuration gives some modules settings of their own.
     """
 
@@ -30,6 +30,7 @@ class DeclaredQuantization:
     bits: int | None = None
     group_size: int | None = None
     symmetric: bool | None = None
+    zero_point: bool | None = None
     act_order: bool | None = None
     overrides: bool = False
     writer: str = ""
@@ -68,9 +69,6 @@ def _parse(file: str, raw: dict[str, Any]) -> DeclaredQuantization:
         layout = autoround_layout(file, raw, _text(file, raw, "packing_format", "backend"))
     if method is None and "zero_point" in raw:
         method = "awq"  # AutoAWQ's own file has no method
-    symmetric, zero_point = _flag(file, raw, "sym"), _flag(file, raw, "zero_point")
-    if symmetric is None and zero_point is not None:
-        symmetric = not zero_point
     meta = raw.get("meta")
     writer = str(meta.get("quantizer", "")) if isinstance(meta, dict) else ""
     return DeclaredQuantization(
@@ -79,7 +77,8 @@ def _parse(file: str, raw: dict[str, Any]) -> DeclaredQuantization:
         layout=layout,
         bits=_integer(file, raw, 1, "bits", "w_bit"),
         group_size=_group_size(file, raw),
-        symmetric=symmetric,
+        symmetric=_flag(file, raw, "sym"),
+        zero_point=_flag(file, raw, "zero_point"),
         act_order=_flag(file, raw, "desc_act"),
         overrides=bool(raw.get("dynamic") or raw.get("extra_config")),
         writer=writer.lower(),

@@ -65,9 +65,10 @@ def _layout(files: TensorFiles, module: str) -> AwqLayout | None:
     """The AWQ layout of a module, None for GPTQ's. Words of GPTQ run along K, so it has a column for each output."""
     words = files.shape(f"{module}.qweight")
     scales = files.shape(f"{module}.scales")
-    if len(words) != 2 or len(scales) != 2:
+    if len(words) != 2 or len(scales) != 2 or 0 in words + scales:
         raise CheckpointError(
-            f"{module} has qweight {list(words)} and scales {list(scales)}, matrices were expected: the file is damaged"
+            f"{module} in {files.file(module + '.qweight').name} has qweight {list(words)} and scales {list(scales)}, "
+            "non-empty matrices were expected: the file is damaged, download it again"
         )
     if f"{module}.g_idx" in files:
         return None

@@ -1,7 +1,7 @@
 """AWQ, 4-bit: files of AutoAWQ, llm-awq, AutoRound. It knows modules and configuration; a layout knows the bits.
 
 awq_gemm, awq_gemv and awq_gemv_fast are the layouts. In none is there a g_idx, and a bias [N] stays a plain tensor.
-Some files without zero points are symmetric by declaration (`zero_point` false): then every zero point is 8.
+Where no zero points are stored every one is 8.
 """
 
 from __future__ import annotations
@@ -127,14 +127,15 @@ class AwqSource:
 
     def _check_zeros(self, modules: list[str], declared: DeclaredQuantization | None) -> None:
         """Zero points are absent only where nothing says that they exist: a lost tensor must not read as 8."""
-        absent = [module for module in modules if module + self._layout.zeros not in self._files]
-        if not absent:
+        names = [module + self._layout.zeros for module in modules]
+        absent = next((name for name in names if name not in self._files), None)
+        if absent is None:
             return
-        witness = next((module + self._layout.zeros for module in modules if module not in absent), None)
-        if witness is None and declared is not None and declared.symmetric is False:
-            witness = f"zero points in {declared.file}"
-        if witness is not None:
-            raise CheckpointError(
-                f"{absent[0]}{self._layout.zeros} is missing from {self._files.file(absent[0] + '.qweight').name}, it "
-                f"was expected because there are {witness}: download the model again"
-            )
+        present = next((name for name in names if name in self._files), None)
+        if present is not None:
+            reason = f"{present} is there"
+        elif declared is not None and (declared.zero_point or declared.symmetric is False):
+            reason = f"{declared.file} says that zero points are stored"
+        else:
+            return
+        raise CheckpointError(f"{absent} is missing, it was expected because {reason}: download the model again")

@@ -70,6 +70,16 @@ def exact(layout: str, codes: Tensor, zeros: Tensor, scales: Tensor) -> Tensor:
     return (scales.float()[order] * codes + offsets[order]).t()
 
 
+def round_to_groups(weight: Tensor, group_size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes, zero points and fp16 scales of weight [N, K], to nearest."""
+    groups = weight.detach().t().reshape(-1, group_size, weight.shape[0])
+    low, high = groups.amin(1).clamp(max=-1e-3), groups.amax(1).clamp(min=1e-3)
+    scales = ((high - low) / 15).half()
+    zeros = (-low / scales).round().clamp(0, 15).long()
+    codes = (groups / scales.unsqueeze(1) + zeros.unsqueeze(1)).round().clamp(0, 15).long()
+    return codes.flatten(0, 1), zeros, scales
+
+
 def awq_config(group_size: int, **others: object) -> dict[str, object]:
     return {"quant_method": "awq", "bits": 4, "group_size": group_size, "zero_point": True} | others
 
