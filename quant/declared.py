@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from appliance.errors import CheckpointError
 from appliance.quant.autoround import AUTOROUND_METHODS, autoround_layout
 from appliance.quant.model_folder import read_json
+from appliance.quant.module_patterns import ModulePattern
 
 # AutoGPTQ and AutoAWQ wrote files of their own before Hugging Face's key existed; AutoRound still does.
 _OWN_FILES = ("quantize_config.json", "quant_config.json", "quantization_config.json")
+_WORD_BITS = {"int8": 8, "int16": 16, "int32": 32, "int64": 64}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DynamicRule:
+    """What one pattern of GPTQModel's `dynamic` says of the modules it matches: that they are left unquantised, or
+    settings of their own, by their fields of DeclaredQuantization.
+    """
+
+    pattern: ModulePattern
+    excluded: bool
+    settings: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +34,9 @@ class DeclaredQuantization:
     method, layout: lower case; layout is `format`, `checkpoint_format`, AWQ's `version`, or what AutoRound's packing
         stands for: gptq, gptq_v2, gemm.
     zero_point: AWQ's, true where zero points are stored.
-    overrides: the configuration gives some modules settings of their own.
+    word_bits: of GPTQModel's `pack_dtype`. static_groups: act-order whose groups are in natural order all the same.
+    excluded: of one module (`for_module`), that it is declared unquantised.
+    overrides: some modules have settings of their own that `for_module` does not resolve.
     """
 
     file: str
@@ -32,8 +47,19 @@ class DeclaredQuantization:
     symmetric: bool | None = None
     zero_point: bool | None = None
     act_order: bool | None = None
+    static_groups: bool = False
+    word_bits: int | None = None
+    excluded: bool = False
     overrides: bool = False
     writer: str = ""
+    rules: tuple[DynamicRule, ...] = ()
+
+    def for_module(self, module: str) -> DeclaredQuantization:
+        """The declaration as it applies to `module`, given by its full name: the first rule that matches decides."""
+        for rule in self.rules:
+            if rule.pattern.matches(module):
+                return replace(self, excluded=rule.excluded, **rule.settings)
+        return self
 
     @property
     def packing(self) -> str | None:
@@ -75,14 +101,53 @@ def _parse(file: str, raw: dict[str, Any]) -> DeclaredQuantization:
         file=file,
         method=method,
         layout=layout,
-        bits=_integer(file, raw, 1, "bits", "w_bit"),
-        group_size=_group_size(file, raw),
-        symmetric=_flag(file, raw, "sym"),
         zero_point=_flag(file, raw, "zero_point"),
-        act_order=_flag(file, raw, "desc_act"),
-        overrides=bool(raw.get("dynamic") or raw.get("extra_config")),
+        static_groups=any(isinstance(place, dict) and place.get("static_groups") is True for place in (raw, meta)),
+        overrides=bool(raw.get("extra_config")),
         writer=writer.lower(),
+        rules=_rules(file, raw),
+        **_settings(file, raw),
     )
+
+
+def _settings(file: str, raw: dict[str, Any]) -> dict[str, Any]:
+    """The fields that a single module may have otherwise; those whose key is absent are left out."""
+    fields = {
+        "bits": _integer(file, raw, 1, "bits", "w_bit"),
+        "group_size": _group_size(file, raw),
+        "symmetric": _flag(file, raw, "sym"),
+        "act_order": _flag(file, raw, "desc_act"),
+        "word_bits": _word_bits(file, raw),
+    }
+    return {field: value for field, value in fields.items() if value is not None}
+
+
+def _rules(file: str, raw: dict[str, Any]) -> tuple[DynamicRule, ...]:
+    """In the order they are tried: exclusions (`-:`) first, then the others (`+:` means nothing) in the file's order
+    (GPTQModel config.py)."""
+    entries = raw.get("dynamic") or {}
+    if not isinstance(entries, dict):
+        raise CheckpointError(
+            f"{file}: dynamic is a {type(entries).__name__}, an object was expected: correct the file"
+        )
+    rules = []
+    for key, settings in entries.items():
+        excluded = key.startswith("-:")
+        if not excluded and not isinstance(settings, dict):
+            raise CheckpointError(f"{file}: dynamic {key!r} is {settings!r}, an object of settings was expected")
+        pattern = ModulePattern(file, key[2:] if key[:2] in ("-:", "+:") else key)
+        rules.append(DynamicRule(pattern, excluded, {} if excluded else _settings(f"{file} dynamic {key!r}", settings)))
+    return tuple(sorted(rules, key=lambda rule: not rule.excluded))
+
+
+def _word_bits(file: str, raw: dict[str, Any]) -> int | None:
+    value = _text(file, raw, "pack_dtype")
+    if value is None:
+        return None
+    name = value.removeprefix("torch.")
+    if name not in _WORD_BITS:
+        raise CheckpointError(f"{file}: pack_dtype is {value!r}, one of {', '.join(_WORD_BITS)} was expected")
+    return _WORD_BITS[name]
 
 
 def _text(file: str, raw: dict[str, Any], *keys: str) -> str | None:

@@ -8,11 +8,12 @@ from appliance.quant.formats.awq import AwqSource, find_awq_layout
 from appliance.quant.formats.awq_layout import AwqLayout
 from appliance.quant.formats.canonical import MANIFEST_NAME
 from appliance.quant.formats.gptq import GptqSource
+from appliance.quant.formats.marlin import MarlinSource
 from appliance.quant.formats.plain import PlainSource
 from appliance.quant.formats.source import WeightSource
 from appliance.quant.tensor_files import TensorFiles
 
-_SUPPORTED = "supported are GPTQ and AWQ at 4 bits, GGUF, and unquantised safetensors"
+_SUPPORTED = "supported are GPTQ, AWQ at 4 bits, GGUF, and unquantised safetensors"
 # Suffix of a tensor only that format writes.
 _OTHERS = {
     ".weight_packed": "compressed-tensors",
@@ -31,8 +32,6 @@ def detect_source(files: TensorFiles, declared: DeclaredQuantization | None) -> 
     """
     for name in files:
         found = next((label for suffix, label in _OTHERS.items() if name.endswith(suffix)), None)
-        if name.endswith(".B") and f"{name[:-2]}.s" in files:
-            found = "GPTQ in marlin layout"
         if name.endswith(".codes"):
             raise CheckpointError(
                 f"{files.file(name).parent} is an incomplete copy of a converted model, {MANIFEST_NAME} is missing: "
@@ -41,6 +40,13 @@ def detect_source(files: TensorFiles, declared: DeclaredQuantization | None) -> 
         if found is not None:
             raise UnsupportedModelError(f"the model is {found} (tensor {name}), {_SUPPORTED}: use one of these")
     modules = [name.removesuffix(".qweight") for name in files if name.endswith(".qweight")]
+    marlin = [name.removesuffix(".B") for name in files if name.endswith(".B") and f"{name[:-2]}.s" in files]
+    if marlin and modules:
+        raise CheckpointError(
+            f"{marlin[0]} has Marlin's layout, {modules[0]} has words in qweight: one was expected, quantise it again"
+        )
+    if marlin:
+        return MarlinSource(files, marlin, declared)
     if not modules:
         return PlainSource(files, declared)
     layouts = {module: _layout(files, module) for module in modules}

@@ -36,7 +36,8 @@ def read_json(path: Path) -> dict[str, Any]:
 def weight_files(folder: Path) -> tuple[list[Path], dict[str, str] | None]:
     """The safetensors files of a folder and its index's weight map (tensor -> file name), None without an index.
 
-    An index is preferred to stray single files, then model.safetensors, then the only *.safetensors there is.
+    An index is preferred to stray single files, then model.safetensors, then the only *.safetensors there is, then the
+    one that AutoGPTQ's quantize_config.json names.
     Raises UnsupportedModelError for pickled weights, CheckpointError for none or several without an index.
     """
     indexes = sorted(folder.glob("*.safetensors.index.json"))
@@ -48,6 +49,8 @@ def weight_files(folder: Path) -> tuple[list[Path], dict[str, str] | None]:
         return [folder / "model.safetensors"], None
     if len(found) == 1:
         return found, None
+    if folder / f"{_base_name(folder)}.safetensors" in found:
+        return [folder / f"{_base_name(folder)}.safetensors"], None
     if found:
         names = ", ".join(path.name for path in found[:4])
         raise CheckpointError(
@@ -63,6 +66,11 @@ def weight_files(folder: Path) -> tuple[list[Path], dict[str, str] | None]:
     if ggufs:
         raise CheckpointError(f"{folder} holds no safetensors but {ggufs[0]}: give the path of the .gguf file itself")
     raise CheckpointError(f"{folder} holds no weights: a *.safetensors or a .gguf file was expected")
+
+
+def _base_name(folder: Path) -> object:
+    path = folder / "quantize_config.json"
+    return read_json(path).get("model_file_base_name") if path.is_file() else None
 
 
 def _indexed_files(folder: Path, index: Path) -> tuple[list[Path], dict[str, str]]:

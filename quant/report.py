@@ -18,6 +18,8 @@ class FormatReport:
     group_size: rows of K that share a scale; 0 when nothing is quantised, -1 for one group over all of K.
     symmetric: every zero point is the middle code; None where nothing is quantised.
     act_order: some module's rows are grouped by a permutation.
+    exceptions: modules that differ from bits and group_size, one kind a line: `lm_head not quantised`,
+        `model.layers.0.* 8-bit group 32`. Embeddings are not told.
     evidence: sentences, what was seen in tensors and configuration. warnings: sentences a user should read.
     """
 
@@ -29,6 +31,7 @@ class FormatReport:
     evidence: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     variant: str = ""
+    exceptions: tuple[str, ...] = ()
 
     def describe(self) -> str:
         """One line, such as `GPTQ 4-bit, group 64, symmetric` or `GGUF Q4_1 4-bit, group 32`."""

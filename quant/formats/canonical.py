@@ -58,9 +58,8 @@ class CanonicalSource:
                 for name, entry in manifest["modules"].items()
             }
             report = manifest["report"]
-            self.report = FormatReport(
-                **{**report, "evidence": tuple(report["evidence"]), "warnings": tuple(report["warnings"])}
-            )
+            lists = {key: tuple(report.get(key, ())) for key in ("evidence", "warnings", "exceptions")}
+            self.report = FormatReport(**{**report, **lists})
         except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
             raise CheckpointError(f"{MANIFEST_NAME} is damaged ({error!r}): convert the model again") from error
         for module in self._modules:

@@ -1,40 +1,39 @@
-"""GPTQ, 4-bit: files of AutoGPTQ, GPTQModel, AutoRound, optimum.
+"""GPTQ at 2, 3, 4 and 8 bits: files of AutoGPTQ, GPTQModel, AutoRound, optimum.
 
-Layout (AutoGPTQ qlinear_cuda.py, GPTQModel nn_modules/qlinear), K inputs, N outputs, G = ceil(K / group_size):
-    qweight [ceil(K/8), N] int32: code of row k in word k // 8, nibble k % 8, least significant first.
-    qzeros [G, N/8] int32: zero point of column n in word n // 8, nibble n % 8.
+Layout (AutoGPTQ qlinear_cuda.py, GPTQModel nn_modules/qlinear), K inputs, N outputs, G = ceil(K / group_size), words of
+`width` bits (32; 8, 16 or 64 with GPTQModel's pack_dtype), least significant bits first:
+    qweight [ceil(K*bits/width), N] int: the words of a column are one string of bits, the code of row k at bits
+        [bits*k, bits*k + bits). 3-bit codes straddle words: 32 of them in 3 words of 32 bits.
+    qzeros [G, ceil(N*bits/width)] int: zero points along N in the same way.
     scales [G, N] float.   g_idx [K] int32, optional: the group of each row in natural order.   bias [N], optional.
     W[k, n] = scales[g_idx[k], n] * (code[k, n] - zero[g_idx[k], n])
-Zero points have two encodings: gptq_zeros.py.
+Zero points have two encodings: gptq_zeros.py. Any linear layer, lm_head too, may be packed or plain, with bits and a
+group of its own: a module is what its tensors are. What a configuration says of single modules is checked against them.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
 
 import torch
 from torch import Tensor
 
-from appliance.errors import CheckpointError, UnsupportedModelError
 from appliance.quant.declared import DeclaredQuantization
+from appliance.quant.exceptions import (
+    NOT_QUANTIZED,
+    describe_module,
+    exception_lines,
+    group_text,
+    plain_linears,
+)
+from appliance.quant.formats.gptq_module import PACKED, inspect_module
 from appliance.quant.formats.gptq_zeros import ZeroPoints, decode_zeros, study_zero_points
-from appliance.quant.formats.groups import reported_group_size, solve_group_size
+from appliance.quant.formats.groups import reported_group_size
 from appliance.quant.formats.source import check_finite, from_zeros, shapes_of
 from appliance.quant.packing import unpack_words
 from appliance.quant.report import FormatReport
 from appliance.quant.tensor_files import TensorFiles
 from appliance.quant.weight import QuantizedWeight
-
-_BITS = 4
-_PACKED = (".qweight", ".qzeros", ".scales", ".g_idx")
-
-
-@dataclass(frozen=True, slots=True)
-class _Module:
-    rows: int
-    columns: int
-    group_size: int
-    permuted: bool
 
 
 class GptqSource:
@@ -43,13 +42,17 @@ class GptqSource:
     def __init__(self, files: TensorFiles, modules: list[str], declared: DeclaredQuantization | None) -> None:
         self._files = files
         self._declared = declared
-        self._modules = {module: self._inspect(module) for module in modules}
-        zeros = study_zero_points(files, modules, declared)
+        self._modules = {
+            module: inspect_module(files, module, declared.for_module(module) if declared is not None else None)
+            for module in modules
+        }
+        zeros = study_zero_points(files, self._modules, declared)
         self._version = zeros.version
         self.report = self._report(zeros)
 
     def plain_names(self) -> list[str]:
-        return [name for name in self._files if _module_of(name) not in self._modules]
+        packed = {module + suffix for module in self._modules for suffix in (*PACKED, ".weight")}
+        return [name for name in self._files if name not in packed]
 
     def quantized_modules(self) -> list[str]:
         return list(self._modules)
@@ -59,91 +62,25 @@ class GptqSource:
 
     def quantized(self, module: str) -> QuantizedWeight:
         spec = self._modules[module]
-        codes = unpack_words(self._files.tensor(f"{module}.qweight"), _BITS, 0)[: spec.rows]
-        zeros = decode_zeros(self._files.tensor(f"{module}.qzeros"), self._version, spec.columns)
+        codes = unpack_words(self._files.tensor(f"{module}.qweight"), spec.bits, 0)[: spec.rows]
+        zeros = decode_zeros(self._files.tensor(f"{module}.qzeros"), spec.bits, self._version, spec.columns)
         scales = check_finite(self._files.tensor(f"{module}.scales"), f"{module}.scales")
         perm = None
         if spec.permuted:
             perm = torch.argsort(self._files.tensor(f"{module}.g_idx"), stable=True)
             codes = codes[perm]
-        return from_zeros(codes, scales, zeros, bits=_BITS, group_size=spec.group_size, perm=perm)
+        return from_zeros(codes, scales, zeros, bits=spec.bits, group_size=spec.group_size, perm=perm)
 
     def close(self) -> None:
         self._files.close()
 
-    def _inspect(self, module: str) -> _Module:
-        """Shapes, bits, groups and row order of one module, checked against each other and the declaration."""
-        files = self._files
-        for suffix in (".qweight", ".qzeros"):
-            if files.dtype(module + suffix) != torch.int32:
-                raise UnsupportedModelError(
-                    f"{module}{suffix} has dtype {files.dtype(module + suffix)}, GPTQ words of int32 are supported"
-                )
-        words, zeros, scales = (files.shape(module + suffix) for suffix in (".qweight", ".qzeros", ".scales"))
-        order = files.shape(f"{module}.g_idx") if f"{module}.g_idx" in files else None
-        candidates: list[int] = []
-        if len(words) == len(zeros) == len(scales) == 2 and 0 not in words and (order is None or len(order) == 1):
-            candidates = [
-                bits
-                for bits in (2, 3, 4, 8)
-                if scales == (zeros[0], words[1])
-                and zeros[1] == -(-words[1] * bits // 32)
-                and (order is None or words[0] == -(-order[0] * bits // 32))
-            ]
-        if not candidates:
-            raise CheckpointError(
-                f"the shapes of {shapes_of(files, module, _PACKED)} do not belong together, GPTQ needs qweight "
-                "[K*bits/32, N], qzeros [G, N*bits/32], scales [G, N] and g_idx [K]: "
-                f"{files.file(module + '.qweight').name} is damaged, download it again"
-            )
-        bits = self._bits(module, candidates)
-        if bits != _BITS:
-            raise UnsupportedModelError(f"{module} is {bits}-bit GPTQ, 4-bit is supported: use a 4-bit checkpoint")
-        rows = order[0] if order is not None else words[0] * 8
-        group_size = solve_group_size(module, rows, scales[0], self._declared)
-        return _Module(rows, words[1], group_size, self._permuted(module, rows, scales[0], group_size))
-
-    def _bits(self, module: str, candidates: list[int]) -> int:
-        declared = self._declared
-        if declared is not None and declared.bits is not None:
-            if declared.bits in candidates:
-                return declared.bits
-            if not declared.overrides:
-                raise CheckpointError(
-                    f"{declared.file} says {declared.bits} bits, but the shapes of {module}.qweight and .qzeros are "
-                    f"those of {candidates[-1]} bits: correct the configuration"
-                )
-        return _BITS if _BITS in candidates else candidates[-1]
-
-    def _permuted(self, module: str, rows: int, groups: int, group_size: int) -> bool:
-        """Whether the rows are grouped by a permutation: decided by g_idx, never by the flag."""
-        declared = self._declared
-        natural = torch.arange(rows) // group_size
-        order = self._files.tensor(f"{module}.g_idx") if f"{module}.g_idx" in self._files else None
-        if order is not None and torch.equal(order.to(torch.int64), natural):
-            return False
-        if order is None or (groups > 1 and not bool(order.any())):  # writers leave g_idx out or all zero
-            if groups > 1 and declared is not None and declared.act_order:
-                found = "is missing" if order is None else "is all zero"
-                raise CheckpointError(
-                    f"{declared.file} says desc_act true, but {module}.g_idx, which holds the order, {found}: "
-                    "correct the configuration or download the model again"
-                )
-            return False
-        if not torch.equal(order.to(torch.int64).sort().values, natural):
-            raise CheckpointError(
-                f"{module}.g_idx names groups {int(order.min())} to {int(order.max())} in uneven numbers, {rows} rows "
-                f"in {groups} groups of {group_size} were expected: the model is damaged, download it again"
-            )
-        return True
-
     def _report(self, zeros: ZeroPoints) -> FormatReport:
-        declared = self._declared
-        permuted = sum(spec.permuted for spec in self._modules.values())
+        declared, specs = self._declared, self._modules.values()
+        permuted = sum(spec.permuted for spec in specs)
         first = next(iter(self._modules))
         missing = sum(f"{module}.g_idx" not in self._files for module in self._modules)
         evidence = [
-            f"{len(self._modules)} modules hold words packed along K: {shapes_of(self._files, first, _PACKED)}",
+            f"{len(specs)} modules hold words packed along K: {shapes_of(self._files, first, PACKED)}",
             f"g_idx is permuted in {permuted} modules and absent in {missing}",
             zeros.evidence,
         ]
@@ -154,19 +91,27 @@ class GptqSource:
                 warnings.append(
                     f"{declared.file} says desc_act false, but {permuted} modules have a permuted g_idx: it is followed"
                 )
+            excluded = [module for module in self._modules if declared.for_module(module).excluded]
+            if excluded:
+                warnings.append(
+                    f"{declared.file} excludes {len(excluded)} modules from quantisation that are quantised "
+                    f"(the first is {excluded[0]}): they are used as they are"
+                )
+        bits = Counter(spec.bits for spec in specs).most_common(1)[0][0]
+        group_size = reported_group_size((spec.rows, spec.group_size) for spec in specs if spec.bits == bits)
+        settings = {
+            module: describe_module(spec.bits, spec.rows, spec.group_size, group_size)
+            for module, spec in self._modules.items()
+        }
+        settings |= dict.fromkeys(plain_linears(self._files, self._modules), NOT_QUANTIZED)
         return FormatReport(
             format="gptq",
             variant=f"v{zeros.version}",
-            bits=_BITS,
-            group_size=reported_group_size((spec.rows, spec.group_size) for spec in self._modules.values()),
+            bits=bits,
+            group_size=group_size,
             symmetric=zeros.symmetric,
             act_order=permuted > 0,
+            exceptions=exception_lines(settings, f"{bits}-bit {group_text(group_size)}"),
             evidence=tuple(evidence),
             warnings=tuple(warnings),
         )
-
-
-def _module_of(name: str) -> str:
-    """The module a packed tensor belongs to, or "" for any other tensor."""
-    module, _, suffix = name.rpartition(".")
-    return module if f".{suffix}" in _PACKED else ""

@@ -1,28 +1,41 @@
 """The zero points of GPTQ files: which of two encodings, and what of them was lost. It knows words, not weights.
 
-Version 2 (`gptq_v2`) stores the zero points as they are. Version 1 stores every word minus 0x11111111: adding that
-constant to the whole word, modulo 2**32, is exact for symmetric files and undoes GPTQModel's own subtraction, whose
-borrows cross nibbles. AutoGPTQ (qlinear_cuda.py, pack) instead writes zero - 1 = -1 as 32 set bits shifted into place,
-which destroys the zero points in the higher nibbles of the word; these cannot be restored and are reported.
+Version 2 (`gptq_v2`) stores the zero points as they are, version 1 stores them less one. Where whole codes fill a word
+(2, 4, 8 bits) version 1 is the word minus one in every field: adding that constant to the whole word, modulo its size,
+is exact for symmetric files and undoes GPTQModel's own subtraction, whose borrows cross fields. 3-bit fields straddle
+words and are counted up each for itself, modulo 8. AutoGPTQ (qlinear_cuda.py, pack) instead writes zero - 1 = -1 as 32
+set bits shifted into place, which destroys the zero points in the higher fields of the word; these cannot be restored
+and are reported.
+
+The words themselves tell the versions apart. A symmetric module has the middle code everywhere, which is another word
+in each version. The zero points of asymmetric modules lie around the middle of the codes (within 0.01 of it, on the
+average of a model), those of version 1 one below it.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from appliance.errors import UnsupportedModelError
+from appliance.errors import CheckpointError, UnsupportedModelError
 from appliance.quant.declared import DeclaredQuantization
-from appliance.quant.packing import as_int32, unpack_words
+from appliance.quant.formats.gptq_module import GptqModule
+from appliance.quant.packing import unpack_words
 from appliance.quant.tensor_files import TensorFiles
 
-_ONES = 0x11111111
-# The word of eight zero points of 8, as int32, in each version.
-_SYMMETRIC = {0x77777777: 1, 0x88888888 - (1 << 32): 2}
-# At 4 bits gptq_p has version 2's words: GPTQModel utils/planar_packing.py.
+# At 2, 4 and 8 bits gptq_p has version 2's words: GPTQModel utils/planar_packing.py.
 _VERSIONS = {"gptq": 1, "gptq_v2": 2, "gptq_p": 2}
+# The average of asymmetric zero points decides where it is over so many, so near to one version's place, and few
+# fields are full: a full one may be a -1 or have been written over.
+_ENOUGH_ZERO_POINTS = 1024
+_NEAR = 0.25
+_FEW = 0.01
+# At 8 bits one code less is too small a part of the range to tell.
+_MAX_AVERAGED_BITS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,52 +48,102 @@ class ZeroPoints:
     warnings: tuple[str, ...]
 
 
-def decode_zeros(words: Tensor, version: int, columns: int) -> Tensor:
-    """uint8 zero points [G, columns] of int32 words [G, ceil(columns / 8)]."""
-    if version == 1:
-        words = as_int32(words.to(torch.int64) + _ONES)
-    return unpack_words(words, 4, 1)[:, :columns]
+def decode_zeros(words: Tensor, bits: int, version: int, columns: int) -> Tensor:
+    """uint8 zero points [G, columns] of integer words [G, ceil(columns * bits / width)]."""
+    width = 8 * words.element_size()
+    whole = width % bits == 0
+    if version == 1 and whole:
+        words = words + sum(1 << shift for shift in range(0, width, bits))  # wraps around
+    zeros = unpack_words(words, bits, 1)[:, :columns]
+    return (zeros + 1) & ((1 << bits) - 1) if version == 1 and not whole else zeros
 
 
-def study_zero_points(files: TensorFiles, modules: list[str], declared: DeclaredQuantization | None) -> ZeroPoints:
+def study_zero_points(
+    files: TensorFiles, modules: Mapping[str, GptqModule], declared: DeclaredQuantization | None
+) -> ZeroPoints:
     """Reads every module's qzeros once. The words decide between versions where they can, else the declared format.
 
-    Raises UnsupportedModelError naming a declared format that is not GPTQ's.
+    Raises UnsupportedModelError naming a declared format that is not GPTQ's, CheckpointError when modules contradict
+    each other.
     """
-    version = 1
-    if declared is not None and declared.layout is not None:
-        if declared.layout not in _VERSIONS:
-            raise UnsupportedModelError(
-                f"{declared.file} says GPTQ format {declared.layout!r}, use gptq or gptq_v2, the supported ones"
-            )
-        version = _VERSIONS[declared.layout]
-    constant = int(files.tensor(f"{modules[0]}.qzeros").flatten()[0])
-    symmetric = constant in _SYMMETRIC
-    suspects: dict[str, int] = {}
-    for module in modules:
+    declared_version = _declared_version(declared)
+    symmetric: dict[int, str] = {}  # version -> the first module that shows it
+    asymmetric: list[str] = []
+    lost: dict[str, int] = {}
+    distance, count, full = 0.0, 0, 0
+    for module, spec in modules.items():
         words = files.tensor(f"{module}.qzeros")
-        if symmetric and bool((words == constant).all()):
+        fields = unpack_words(words, spec.bits, 1)[:, : spec.columns]
+        middle, highest = 1 << (spec.bits - 1), (1 << spec.bits) - 1
+        first = int(fields[0, 0])
+        if first in (middle - 1, middle) and bool((fields == first).all()):
+            symmetric.setdefault(1 if first < middle else 2, module)
             continue
-        symmetric = False
-        # A zero point of 0 followed by genuine 1s looks the same, but no quantiser yields those in a row.
-        lost = int(((words >> 24) & 0xFF == 0xFF).sum())
-        if lost:
-            suspects[module] = lost
+        asymmetric.append(module)
+        if destroyed := _destroyed_words(words, spec.bits):
+            lost[module] = destroyed
+        if spec.bits <= _MAX_AVERAGED_BITS:
+            distance += float(fields.sum(dtype=torch.int64)) - fields.numel() * highest / 2
+            count += fields.numel()
+            full += int((fields == highest).sum())
+    if len(symmetric) > 1:
+        raise CheckpointError(
+            f"{symmetric[1]}.qzeros holds symmetric zero points of version 1, {symmetric[2]}.qzeros those of version "
+            "2, one version was expected: quantise the model again"
+        )
+    version, seen = declared_version, "the zero points do not tell their version"
     if symmetric:
-        implied = _SYMMETRIC[constant]
-        evidence = f"every qzeros word is 0x{constant & 0xFFFFFFFF:08x}: symmetric, version {implied}"
-        if implied == version:
-            return ZeroPoints(version, True, evidence, ())
-        warning = (
-            f"the configuration implies zero points of version {version}, but every word is the symmetric one of "
-            f"version {implied}: read as version {implied}"
+        version, module = next(iter(symmetric.items()))
+        seen = f"every field of {module}.qzeros holds the symmetric zero point of version {version}"
+    elif count >= _ENOUGH_ZERO_POINTS and full < _FEW * count:
+        average = distance / count
+        implied = {2: abs(average) < _NEAR, 1: abs(average + 1) < _NEAR}
+        version = next((version for version, near in implied.items() if near), declared_version)
+        seen = f"the fields of qzeros are {average:+.2f} from the middle code on average"
+    kind = f"{len(asymmetric)} modules are asymmetric" if asymmetric else "every module is symmetric"
+    warnings = []
+    if version != declared_version:
+        said = "the configuration implies" if declared is not None else "files without a configuration have"
+        warnings.append(
+            f"{said} zero points of version {declared_version}, but {seen}, which is version {version}: "
+            f"read as version {version}"
         )
-        return ZeroPoints(implied, True, evidence, (warning,))
-    warnings: tuple[str, ...] = ()
-    if version == 1 and suspects and "gptqmodel" not in (declared.writer if declared is not None else ""):
-        warnings = (
-            f"{sum(suspects.values())} words of zero points (the first in {next(iter(suspects))}.qzeros) hold a 0 that "
+    if version == 1 and lost and "gptqmodel" not in (declared.writer if declared is not None else ""):
+        warnings.append(
+            f"{sum(lost.values())} words of zero points (the first in {next(iter(lost))}.qzeros) hold a 0 that "
             "AutoGPTQ wrote over its neighbours: these columns decode wrongly, quantise again with symmetric zeros or "
-            "gptq_v2",
+            "gptq_v2"
         )
-    return ZeroPoints(version, False, f"zero points differ: asymmetric, read as version {version}", warnings)
+    if declared is not None:
+        unexpected = [module for module in asymmetric if declared.for_module(module).symmetric]
+        if unexpected:
+            warnings.append(
+                f"{declared.file} says sym true, but the zero points of {len(unexpected)} modules differ (the first in "
+                f"{unexpected[0]}.qzeros): they are used as they are"
+            )
+    return ZeroPoints(version, not asymmetric, f"{kind}; {seen}; read as version {version}", tuple(warnings))
+
+
+def _declared_version(declared: DeclaredQuantization | None) -> int:
+    if declared is None or declared.layout is None:
+        return 1
+    if declared.layout not in _VERSIONS:
+        raise UnsupportedModelError(
+            f"{declared.file} says GPTQ format {declared.layout!r}, use gptq or gptq_v2, the supported ones"
+        )
+    return _VERSIONS[declared.layout]
+
+
+def _destroyed_words(words: Tensor, bits: int) -> int:
+    """How many words look as if a -1 was written over a field: set in the highest field that has bits above it, and
+    in all of those. A zero point of 0 followed by genuine 1s looks the same, but no quantiser yields many of these.
+    """
+    width = 8 * words.element_size()
+    cycle = bits // math.gcd(bits, width)
+    found = 0
+    for place in range(cycle):  # of the word among those after which fields begin anew
+        shifts = range(-width * place % bits, width - bits, bits)
+        if shifts:
+            ones = (1 << (width - shifts[-1])) - 1
+            found += int((((words[:, place::cycle].to(torch.int64) >> shifts[-1]) & ones) == ones).sum())
+    return found

@@ -16,7 +16,9 @@ def solve_group_size(module: str, rows: int, groups: int, declared: DeclaredQuan
     the declared size does not fit; without a declaration a power of two is preferred (at most one fits).
     """
     if groups < 1:
-        raise CheckpointError(f"{module}.scales has no rows, one per group was expected: download the model again")
+        raise CheckpointError(
+            f"the scales of {module} have no rows, one per group was expected: download the model again"
+        )
     size = declared.group_size if declared is not None else None
     if size is not None and declared is not None:
         size = rows if size == -1 else min(size, rows)
@@ -26,7 +28,7 @@ def solve_group_size(module: str, rows: int, groups: int, declared: DeclaredQuan
         if not declared.overrides:
             raise CheckpointError(
                 f"{declared.file} says group_size {declared.group_size}, which makes {expected} groups of the {rows} "
-                f"inputs of {module}, but {module}.scales has {groups} rows: correct the configuration"
+                f"inputs of {module}, but its scales have {groups} rows: correct the configuration"
             )
     if groups == 1:
         return rows
@@ -38,7 +40,8 @@ def solve_group_size(module: str, rows: int, groups: int, declared: DeclaredQuan
     if rows % groups == 0:
         return rows // groups
     raise CheckpointError(
-        f"{module}.scales has {groups} rows, no group size divides its {rows} inputs into as many: the file is damaged"
+        f"the scales of {module} have {groups} rows, no group size divides its {rows} inputs into as many: "
+        "the file is damaged, download it again"
     )
 
 

@@ -25,7 +25,7 @@ class PlainSource:
         if declared is not None and declared.method not in (None, *_PACKED_METHODS):
             raise UnsupportedModelError(
                 f"{declared.file} says quant_method {declared.method}, which is not served: "
-                "use GPTQ or AWQ at 4 bits, GGUF, or unquantised safetensors"
+                "use GPTQ, AWQ, GGUF or unquantised safetensors"
             )
         if declared is not None and (declared.method is not None or declared.bits is not None):
             raise CheckpointError(
@@ -40,7 +40,7 @@ class PlainSource:
                 if dtype not in _FLOATS:
                     raise UnsupportedModelError(
                         f"{name} in {files.file(name).name} has dtype {dtype} and no known quantisation: "
-                        "use GPTQ or AWQ at 4 bits, GGUF, or unquantised safetensors"
+                        "use GPTQ, AWQ, GGUF or unquantised safetensors"
                     )
                 sizes[dtype] += math.prod(files.shape(name))
         if not sizes:

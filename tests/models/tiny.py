@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +38,23 @@ FAMILIES: dict[str, tuple[Any, Any]] = {
 GROUP_SIZE = 32
 
 
+def layers_at_4_bits(module: str) -> int:
+    """All of them but lm_head, which stays plain."""
+    return 0 if module == "lm_head" else 4
+
+
 def save_tiny(
-    folder: Path, family: str = "llama", *, is_quantized: bool = False, seed: int = 0, **overrides: Any
+    folder: Path,
+    family: str = "llama",
+    *,
+    is_quantized: bool = False,
+    bits_of: Callable[[str], int] = layers_at_4_bits,
+    seed: int = 0,
+    **overrides: Any,
 ) -> PreTrainedModel:
-    """Write a two-layer random model (float32, or its layers in 4-bit GPTQ) and return transformers' own, float32, of
-    the weights that the file stands for."""
+    """Write a two-layer random model (float32, or quantised to GPTQ) and return transformers' own, float32, of the
+    weights that the file stands for. bits_of: bits of each linear module when quantised, 0 for plain.
+    """
     torch.manual_seed(seed)
     settings: dict[str, Any] = {
         "hidden_size": 64,
@@ -66,7 +81,7 @@ def save_tiny(
             assert parameter.isfinite().all(), name
     model.save_pretrained(folder)
     if is_quantized:
-        _save_quantized(folder, model)
+        _save_quantized(folder, model, bits_of)
     return model
 
 
@@ -74,30 +89,38 @@ def save_tiny_llama(folder: Path, seed: int = 0, **overrides: Any) -> PreTrained
     return save_tiny(folder, "llama", seed=seed, **overrides)
 
 
-def _save_quantized(folder: Path, model: PreTrainedModel) -> None:
-    """Round every layer but lm_head to asymmetric 4-bit groups, in the model and in the folder."""
+def _save_quantized(folder: Path, model: PreTrainedModel, bits_of: Callable[[str], int]) -> None:
+    """Round the linear modules to asymmetric groups, in the model and in the folder; `dynamic` names exceptions."""
     tensors = dict(model.state_dict())
     if model.config.tie_word_embeddings:
         del tensors["lm_head.weight"]
-    for name, module in model.named_modules():
-        if isinstance(module, torch.nn.Linear) and name != "lm_head":
+    linears = {name: module for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    usual = Counter(bits for bits in map(bits_of, linears) if bits).most_common(1)[0][0]
+    dynamic: dict[str, dict[str, int]] = {}
+    for name, module in linears.items():
+        bits = bits_of(name)
+        if bits != usual:
+            pattern = f"{re.escape(name)}$"
+            dynamic |= {pattern: {"bits": bits}} if bits else {f"-:{pattern}": {}}
+        if bits:
             order = torch.arange(module.in_features) // GROUP_SIZE
-            codes, zeros, scales = _round(module.weight.detach().t())
+            codes, zeros, scales = _round(module.weight.detach().t(), bits)
             with torch.no_grad():
                 module.weight.copy_(exact_weight(codes, zeros, scales, order))
-            del tensors[f"{name}.weight"]
-            tensors |= gptq_tensors(codes, gptqmodel_zero_words(zeros), scales, order, name)
+            tensors.pop(f"{name}.weight", None)
+            tensors |= gptq_tensors(codes, gptqmodel_zero_words(zeros, bits), scales, order, name, bits)
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
     config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = gptq_config(GROUP_SIZE)
+    config["quantization_config"] = gptq_config(GROUP_SIZE, bits=usual, dynamic=dynamic)
     (folder / "config.json").write_text(json.dumps(config))
 
 
-def _round(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _round(weight: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
     """Codes [K, N], zero points [G, N] and fp16 scales [G, N] of weight [K, N]."""
+    highest = (1 << bits) - 1
     groups = weight.reshape(-1, GROUP_SIZE, weight.shape[1])
     low, high = groups.amin(1).clamp(max=-1e-3), groups.amax(1).clamp(min=1e-3)
-    scales = ((high - low) / 15).half()
-    zeros = (-low / scales).round().clamp(1, 15).long()
-    codes = (groups / scales.unsqueeze(1) + zeros.unsqueeze(1)).round().clamp(0, 15).long()
+    scales = ((high - low) / highest).half()
+    zeros = (-low / scales).round().clamp(1, highest).long()
+    codes = (groups / scales.unsqueeze(1) + zeros.unsqueeze(1)).round().clamp(0, highest).long()
     return codes.flatten(0, 1), zeros, scales

@@ -110,7 +110,6 @@ def test_awq_without_zero_points_is_symmetric(tmp_path: Path) -> None:
         ({f"{MODULE}.weight_packed": int32(8, 8)}, None, "compressed-tensors"),
         ({f"{MODULE}.q_weight": int32(8, 8)}, None, "EXL2"),
         ({f"{MODULE}.trellis": int32(8, 8)}, None, "EXL3"),
-        ({f"{MODULE}.B": int32(8, 8), f"{MODULE}.s": HALF}, None, "marlin"),
         ({f"{MODULE}.weight": HALF, f"{MODULE}.weight.absmax": HALF.clone()}, None, "bitsandbytes"),
         ({f"{MODULE}.weight": HALF, f"{MODULE}.weight_scale_inv": HALF.clone()}, None, "FP8"),
         ({f"{MODULE}.weight": HALF.to(torch.float8_e4m3fn)}, None, "dtype F8_E4M3"),
@@ -158,6 +157,12 @@ def test_formats_not_served_are_named_with_those_that_are(
             None,
             "qzeros in model.safetensors is torch.int32 [4, 9], torch.int32 [4, 8] was expected",
         ),
+        ({f"{MODULE}.B": int32(8, 8), f"{MODULE}.s": HALF}, None, "Marlin's layout needs B int32 [K/16, 2N]"),
+        (
+            {f"{MODULE}.B": int32(8, 128), f"{MODULE}.s": HALF[:1]},
+            {"quant_method": "gptq", "bits": 8, "is_marlin_format": True},
+            "says gptq, 8 bits, but model.layers.0.mlp.up_proj.B is in Marlin's layout",
+        ),
         ({"model.buffer": HALF}, None, "no tensor named *.weight"),
     ],
 )
@@ -171,7 +176,10 @@ def test_contradictions_are_errors_that_name_both_sides(
 
 def test_modules_of_two_formats_are_refused(tmp_path: Path) -> None:
     codes, zeros, scales = random_integers(128, 64, 4)
-    tensors = gptq_tensors(codes, pack(zeros, 1), scales, None)
-    tensors |= {"b.qweight": int32(128, 8), "b.qzeros": int32(4, 8), "b.scales": HALF}
+    gptq = gptq_tensors(codes, pack(zeros, 1), scales, None)
+    marlin = {"c.B": int32(8, 128), "c.s": HALF}
+    with pytest.raises(CheckpointError, match=r"c has Marlin's layout, model\..* has words in qweight"):
+        open_checkpoint(write_folder(tmp_path, gptq | marlin))
+    tensors = gptq | {"b.qweight": int32(128, 8), "b.qzeros": int32(4, 8), "b.scales": HALF}
     with pytest.raises(CheckpointError, match=r"b has the layout of awq gemm, model\..* that of gptq"):
         open_checkpoint(write_folder(tmp_path, tensors))

@@ -156,7 +156,7 @@ def test_a_module_may_have_a_group_size_of_its_own(tmp_path: Path) -> None:
     ("quantization", "change", "said"),
     [
         (gptq_config(64), {}, "group_size 64, which makes 2 groups of the 128 inputs of model.layers.0.mlp.up_proj"),
-        (gptq_config(GROUP, bits=8), {}, "says 8 bits, but the shapes of model.layers.0.mlp.up_proj.qweight"),
+        (gptq_config(GROUP, bits=8), {}, "says 8 bits for model.layers.0.mlp.up_proj, but the shapes of its qweight"),
         (gptq_config(GROUP, desc_act=True), {"g_idx": None}, "desc_act true, but model.layers.0.mlp.up_proj.g_idx"),
         (
             gptq_config(GROUP, quant_method="awq"),
@@ -196,16 +196,20 @@ def test_contradictions_name_both_values(
     assert said in raised.value.message
 
 
-@pytest.mark.parametrize("bits", [2, 3, 8])
-def test_other_bits_are_refused_by_name(tmp_path: Path, bits: int) -> None:
-    tensors = {
-        f"{MODULE}.qweight": torch.zeros(K * bits // 32, N, dtype=torch.int32),
-        f"{MODULE}.qzeros": torch.zeros(K // GROUP, N * bits // 32, dtype=torch.int32),
-        f"{MODULE}.scales": torch.ones(K // GROUP, N).half(),
-        f"{MODULE}.g_idx": NATURAL.to(torch.int32),
-    }
-    with pytest.raises(UnsupportedModelError, match=f"{bits}-bit GPTQ, 4-bit is supported"):
-        open_checkpoint(write_folder(tmp_path, tensors, gptq_config(GROUP, bits=bits)))
+@pytest.mark.parametrize(
+    ("bits", "layout", "said"),
+    [
+        (5, None, "is 5-bit GPTQ, 2, 3, 4, 8 bits are supported"),
+        (7, "gptq_p", "is 7-bit GPTQ, 2, 3, 4, 8 bits are supported"),
+        (3, "gptq_p", r"is 3-bit GPTQ in planes \(gptq_p\), 2, 3, 4, 8 bits in gptq and gptq_v2"),
+    ],
+)
+def test_other_bits_are_refused_by_name(tmp_path: Path, bits: int, layout: str | None, said: str) -> None:
+    codes, zeros, scales = random_integers(K, N, K // GROUP, bits=bits)
+    tensors = gptq_tensors(codes, pack(zeros, 1, bits), scales, NATURAL, bits=bits)
+    quantization = gptq_config(GROUP, bits=bits) | ({} if layout is None else {"format": layout})
+    with pytest.raises(UnsupportedModelError, match=said):
+        open_checkpoint(write_folder(tmp_path, tensors, quantization))
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from appliance.quant.formats.awq_gemm import NIBBLE_OF_COLUMN
 from appliance.quant.packing import pack_nibble_rows, pack_words, unpack_nibble_rows, unpack_words
+from tests.quant.writers import pack
 
 
 @given(
@@ -25,6 +26,19 @@ def test_words_round_trip(bits: int, words: int, others: int, dim: int, seed: in
     packed = pack_words(codes, bits, dim)
     assert packed.dtype == torch.int32
     assert torch.equal(unpack_words(packed, bits, dim), codes)
+
+
+@pytest.mark.parametrize("bits", range(1, 9))
+@pytest.mark.parametrize("width", [8, 16, 32, 64])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_every_whole_code_of_a_string_of_bits_is_unpacked(bits: int, width: int, dim: int) -> None:
+    shape = (5, 61) if dim else (61, 5)
+    codes = torch.randint(0, 1 << bits, shape, generator=torch.Generator().manual_seed(bits))
+    words = pack(codes, dim, bits, width)
+    unpacked = unpack_words(words, bits, dim)
+    assert unpacked.shape[dim] == words.shape[dim] * width // bits
+    assert torch.equal(unpacked.narrow(dim, 0, 61).long(), codes)
+    assert not bool(unpacked.narrow(dim, 61, unpacked.shape[dim] - 61).any())
 
 
 def test_words_are_least_significant_first() -> None:

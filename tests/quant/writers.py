@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
@@ -24,46 +25,57 @@ def write_folder(folder: Path, tensors: dict[str, Tensor], quantization: dict[st
     return folder
 
 
-def pack(codes: Tensor, dim: int) -> Tensor:
-    """int32 words of 4-bit codes, least significant first, one nibble at a time (independent of packing.py)."""
+def pack(codes: Tensor, dim: int, bits: int = 4, width: int = 32) -> Tensor:
+    """Words of `width` bits as one little-endian string of bits a line along `dim` (independent of packing.py)."""
     if dim == 1:
-        return pack(codes.t(), 0).t().contiguous()
-    words = torch.zeros(-(-codes.shape[0] // 8), codes.shape[1], dtype=torch.int64)
-    for row, values in enumerate(codes.to(torch.int64)):
-        words[row // 8] += values << 4 * (row % 8)
-    return torch.where(words > 0x7FFFFFFF, words - (1 << 32), words).to(torch.int32)
+        return pack(codes.t(), 0, bits, width).t().contiguous()
+    count = -(-codes.shape[0] * bits // width)
+    columns = []
+    for column in codes.t().tolist():
+        string = sum(code << bits * row for row, code in enumerate(column))
+        columns.append(np.frombuffer(string.to_bytes(count * width // 8, "little"), f"<i{width // 8}"))
+    return torch.from_numpy(np.stack(columns, 1))
 
 
-def autogptq_zero_words(zeros: Tensor) -> Tensor:
-    """AutoGPTQ's version 1: zero - 1 as uint32, shifted and or-ed, whatever spills over."""
-    words = torch.zeros(zeros.shape[0], zeros.shape[1] // 8, dtype=torch.int64)
+def autogptq_zero_words(zeros: Tensor, bits: int = 4) -> Tensor:
+    """AutoGPTQ's version 1: zero - 1 as uint32, shifted and or-ed, whatever spills over inside a word."""
+    words = torch.zeros(zeros.shape[0], zeros.shape[1] * bits // 32, dtype=torch.int64)
     for column, values in enumerate(zeros.to(torch.int64).t()):
-        words[:, column // 8] |= ((values - 1) & 0xFFFFFFFF) << 4 * (column % 8) & 0xFFFFFFFF
+        word, shift = divmod(bits * column, 32)
+        less_one = (values - 1) & 0xFFFFFFFF
+        words[:, word] |= less_one << shift & 0xFFFFFFFF
+        if shift + bits > 32:
+            words[:, word + 1] |= (less_one & (1 << bits) - 1) >> (32 - shift)
     return torch.where(words > 0x7FFFFFFF, words - (1 << 32), words).to(torch.int32)
 
 
-def gptqmodel_zero_words(zeros: Tensor) -> Tensor:
-    """GPTQModel's version 1: the whole word minus 0x11111111, modulo 2**32."""
-    words = (pack(zeros, 1).to(torch.int64) - 0x11111111) & 0xFFFFFFFF
-    return torch.where(words > 0x7FFFFFFF, words - (1 << 32), words).to(torch.int32)
+def gptqmodel_zero_words(zeros: Tensor, bits: int = 4, width: int = 32) -> Tensor:
+    """GPTQModel's version 1: whole words less a one in every field; 3-bit fields, which straddle, each less one."""
+    if width % bits:
+        return pack((zeros - 1) % (1 << bits), 1, bits, width)
+    words = pack(zeros, 1, bits, width).numpy()
+    ones = np.array(sum(1 << shift for shift in range(0, width, bits)), words.dtype)
+    return torch.from_numpy(words - ones)
 
 
 def random_integers(
-    rows: int, columns: int, groups: int, *, zeros: tuple[int, int] = (1, 16)
+    rows: int, columns: int, groups: int, *, zeros: tuple[int, int] | None = None, bits: int = 4
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes [K, N], zero points [G, N] in range(*zeros), fp16 scales [G, N]."""
+    """Codes [K, N], zero points [G, N] in range(*zeros) (from 1 on unless given), fp16 scales [G, N]."""
     generator = torch.Generator().manual_seed(rows * columns + groups)
-    codes = torch.randint(0, 16, (rows, columns), generator=generator)
-    points = torch.randint(*zeros, (groups, columns), generator=generator)
+    codes = torch.randint(0, 1 << bits, (rows, columns), generator=generator)
+    points = torch.randint(*(zeros or (1, 1 << bits)), (groups, columns), generator=generator)
     scales = torch.rand(groups, columns, generator=generator) * 0.1 + 0.001
     return codes, points, scales.half()
 
 
 def gptq_tensors(
-    codes: Tensor, zero_words: Tensor, scales: Tensor, order: Tensor | None, module: str = MODULE
+    codes: Tensor, zero_words: Tensor, scales: Tensor, order: Tensor | None, module: str = MODULE, bits: int = 4
 ) -> dict[str, Tensor]:
-    """The tensors of one GPTQ module; order: [K] group of each row, None leaves g_idx out."""
-    tensors = {f"{module}.qweight": pack(codes, 0), f"{module}.qzeros": zero_words, f"{module}.scales": scales}
+    """The tensors of one GPTQ module, in words as wide as `zero_words`; order: [K] group of each row, None leaves g_idx
+    out."""
+    words = pack(codes, 0, bits, 8 * zero_words.element_size())
+    tensors = {f"{module}.qweight": words, f"{module}.qzeros": zero_words, f"{module}.scales": scales}
     if order is not None:
         tensors[f"{module}.g_idx"] = order.to(torch.int32)
     return tensors
