@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from appliance.errors import CheckpointError
+from appliance.quant.autoround import AUTOROUND_METHODS, autoround_layout
 from appliance.quant.model_folder import read_json
 from appliance.quant.module_patterns import ModulePattern
 
@@ -30,7 +31,9 @@ class DynamicRule:
 class DeclaredQuantization:
     """The quantisation keys of a configuration, None where the key is absent.
 
-    method, layout: lower case; layout is `format`, `checkpoint_format`, `packing_format` or AWQ's `version`.
+    method, layout: lower case; layout is `format`, `checkpoint_format`, AWQ's `version`, or what AutoRound's packing
+        stands for: gptq, gptq_v2, gemm.
+    zero_point: AWQ's, true where zero points are stored.
     word_bits: of GPTQModel's `pack_dtype`. static_groups: act-order whose groups are in natural order all the same.
     excluded: of one module (`for_module`), that it is declared unquantised.
     overrides: some modules have settings of their own that `for_module` does not resolve.
@@ -42,6 +45,7 @@ class DeclaredQuantization:
     bits: int | None = None
     group_size: int | None = None
     symmetric: bool | None = None
+    zero_point: bool | None = None
     act_order: bool | None = None
     static_groups: bool = False
     word_bits: int | None = None
@@ -56,6 +60,13 @@ class DeclaredQuantization:
             if rule.pattern.matches(module):
                 return replace(self, excluded=rule.excluded, **rule.settings)
         return self
+
+    @property
+    def packing(self) -> str | None:
+        """The method whose words the tensors should have: AutoRound writes those of GPTQ and of AWQ."""
+        if self.method not in AUTOROUND_METHODS:
+            return self.method
+        return None if self.layout is None else "awq" if self.layout == "gemm" else "gptq"
 
 
 def declared_quantization(folder: Path, config: dict[str, Any]) -> DeclaredQuantization | None:
@@ -74,14 +85,14 @@ def declared_quantization(folder: Path, config: dict[str, Any]) -> DeclaredQuant
 
 def _parse(file: str, raw: dict[str, Any]) -> DeclaredQuantization:
     method = _text(file, raw, "quant_method", "method")
-    layout = _text(file, raw, "format", "checkpoint_format", "packing_format", "version")
+    layout = _text(file, raw, "format", "checkpoint_format", "version")
     backend = _text(file, raw, "backend")
     if raw.get("is_marlin_format") is True:
         layout = "marlin"
     if method == "awq" and backend == "llm-awq":
         layout = backend  # gemv_fast words, whatever `version` says (transformers AwqConfig)
-    if method in ("auto-round", "intel/auto-round") and layout is None:
-        layout = backend
+    if method in AUTOROUND_METHODS:
+        layout = autoround_layout(file, raw, _text(file, raw, "packing_format", "backend"))
     if method is None and "zero_point" in raw:
         method = "awq"  # AutoAWQ's own file has no method
     meta = raw.get("meta")
@@ -90,6 +101,7 @@ def _parse(file: str, raw: dict[str, Any]) -> DeclaredQuantization:
         file=file,
         method=method,
         layout=layout,
+        zero_point=_flag(file, raw, "zero_point"),
         static_groups=any(isinstance(place, dict) and place.get("static_groups") is True for place in (raw, meta)),
         overrides=bool(raw.get("extra_config")),
         writer=writer.lower(),

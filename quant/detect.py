@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import torch
-
 from appliance.errors import CheckpointError, UnsupportedModelError
 from appliance.quant.declared import DeclaredQuantization
-from appliance.quant.formats.awq import AwqSource
+from appliance.quant.formats.awq import AwqSource, find_awq_layout
+from appliance.quant.formats.awq_layout import AwqLayout
 from appliance.quant.formats.canonical import MANIFEST_NAME
 from appliance.quant.formats.gptq import GptqSource
 from appliance.quant.formats.marlin import MarlinSource
@@ -14,7 +13,7 @@ from appliance.quant.formats.plain import PlainSource
 from appliance.quant.formats.source import WeightSource
 from appliance.quant.tensor_files import TensorFiles
 
-_SUPPORTED = "supported are GPTQ, AWQ (gemm) at 4 bits, GGUF, and unquantised safetensors"
+_SUPPORTED = "supported are GPTQ, AWQ at 4 bits, GGUF, and unquantised safetensors"
 # Suffix of a tensor only that format writes.
 _OTHERS = {
     ".weight_packed": "compressed-tensors",
@@ -24,7 +23,6 @@ _OTHERS = {
     ".weight_scale_inv": "block-wise FP8",
     ".weight_scale": "FP8 or compressed-tensors",
 }
-_AWQ_LAYOUTS = ("gemv", "gemv_fast", "llm-awq", "marlin")
 
 
 def detect_source(files: TensorFiles, declared: DeclaredQuantization | None) -> WeightSource:
@@ -51,47 +49,44 @@ def detect_source(files: TensorFiles, declared: DeclaredQuantization | None) -> 
         return MarlinSource(files, marlin, declared)
     if not modules:
         return PlainSource(files, declared)
-    layouts = {module: _layout(files, module, declared) for module in modules}
+    layouts = {module: _layout(files, module) for module in modules}
     first, layout = next(iter(layouts.items()))
     for module, other in layouts.items():
         if other != layout:
             raise CheckpointError(
-                f"{first} has the layout of {layout}, {module} that of {other}: one was expected, quantise it again"
+                f"{first} has the layout of {_label(layout)}, {module} that of {_label(other)}: one was expected, "
+                "quantise it again"
             )
-    method = declared.method if declared is not None else None
-    if declared is not None and method not in (None, layout, "auto-round", "intel/auto-round"):
+    packing = "gptq" if layout is None else "awq"
+    if declared is not None and declared.packing not in (None, packing):
+        words = "" if declared.packing == declared.method else f" in words of {declared.packing}"
         raise CheckpointError(
-            f"{declared.file} says quant_method {method}, but {first}.qweight has the layout of {layout}: "
-            "correct the configuration"
+            f"{declared.file} says quant_method {declared.method}{words}, but {first}.qweight has the layout of "
+            f"{_label(layout)}: correct the configuration"
         )
-    return GptqSource(files, modules, declared) if layout == "gptq" else AwqSource(files, modules, declared)
+    return GptqSource(files, modules, declared) if layout is None else AwqSource(files, modules, layout, declared)
 
 
-def _layout(files: TensorFiles, module: str, declared: DeclaredQuantization | None) -> str:
-    """gptq or awq. Words of GPTQ run along K and those of AWQ along N, so the columns tell; AWQ never has g_idx."""
-    if declared is not None and declared.method == "awq" and declared.layout in _AWQ_LAYOUTS:
-        raise UnsupportedModelError(
-            f"{declared.file} says AWQ version {declared.layout}, {_SUPPORTED}: use one of these"
-        )
+def _layout(files: TensorFiles, module: str) -> AwqLayout | None:
+    """The AWQ layout of a module, None for GPTQ's. Words of GPTQ run along K, so it has a column for each output."""
     words = files.shape(f"{module}.qweight")
     scales = files.shape(f"{module}.scales")
-    if len(words) != 2 or len(scales) != 2:
+    if len(words) != 2 or len(scales) != 2 or 0 in words + scales:
         raise CheckpointError(
-            f"{module} has qweight {list(words)} and scales {list(scales)}, matrices were expected: the file is damaged"
+            f"{module} in {files.file(module + '.qweight').name} has qweight {list(words)} and scales {list(scales)}, "
+            "non-empty matrices were expected: the file is damaged, download it again"
         )
-    if f"{module}.g_idx" in files or words[1] == scales[1]:
-        return "gptq"
-    if files.dtype(f"{module}.qweight") == torch.int16:
-        raise UnsupportedModelError(
-            f"{module}.qweight is int16, AWQ's gemv_fast layout, {_SUPPORTED}: use one of these"
+    if f"{module}.g_idx" in files:
+        return None
+    layout = find_awq_layout(files, module)
+    if layout is None and words[1] != scales[1]:
+        raise CheckpointError(
+            f"{module} in {files.file(module + '.qweight').name} has qweight {list(words)} and scales {list(scales)}, "
+            "which fit neither GPTQ ([K/8, N] and [G, N]) nor AWQ's gemm ([K, N/8] and [G, N]), gemv ([N, K/8] and "
+            "[N, G]) or gemv_fast (int16 [N/4, K] and [G, N]): the file is damaged, download it again"
         )
-    if words[1] * 8 == scales[1]:
-        return "awq"
-    if words[1] == 2 * scales[1] and f"{module}.qzeros" not in files:
-        raise UnsupportedModelError(f"{module} has AWQ's marlin layout, {_SUPPORTED}: use one of these")
-    if words[0] == scales[0]:
-        raise UnsupportedModelError(f"{module} has AWQ's gemv layout, {_SUPPORTED}: use one of these")
-    raise CheckpointError(
-        f"{module} has qweight {list(words)} and scales {list(scales)}, which fit neither GPTQ ([K*bits/32, N] and "
-        "[G, N]) nor AWQ ([K, N/8] and [G, N]): the file is damaged, download it again"
-    )
+    return layout
+
+
+def _label(layout: AwqLayout | None) -> str:
+    return "gptq" if layout is None else f"awq {layout.name}"

@@ -12,7 +12,7 @@ class FormatReport:
     """The format of a checkpoint and why it is believed to be that.
 
     format: gptq, awq, gguf, safetensors (not quantised) or canonical (the appliance's own folder).
-    variant: the format's own word: v1 or v2 zero points (gptq), gemm (awq), Q4_1 or Q4_K+Q6_K (gguf: the types
+    variant: the format's own word: v1 or v2 zero points (gptq), gemm, gemv... (awq), Q4_1 or Q4_K+Q6_K (gguf: the types
         of its layers, that of most weights first), the dtype (safetensors), the source's description (canonical).
     bits: bits of a code; 0 when nothing is quantised.
     group_size: rows of K that share a scale; 0 when nothing is quantised, -1 for one group over all of K.

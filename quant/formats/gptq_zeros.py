@@ -27,19 +27,8 @@ from appliance.quant.formats.gptq_module import GptqModule
 from appliance.quant.packing import unpack_words
 from appliance.quant.tensor_files import TensorFiles
 
-# AutoRound's names: auto_round/inference/backend.py. At 2, 4 and 8 bits gptq_p has version 2's words: GPTQModel
-# utils/planar_packing.py.
-_VERSIONS = {
-    "gptq": 1,
-    "auto_round:auto_gptq": 1,
-    "auto_round:gptq": 1,
-    "auto_round:gptq:exllamav2": 1,
-    "gptq_v2": 2,
-    "gptq_p": 2,
-    "auto_round": 2,
-    "auto_round:gptqmodel": 2,
-    "auto_round:exllamav2": 2,
-}
+# At 2, 4 and 8 bits gptq_p has version 2's words: GPTQModel utils/planar_packing.py.
+_VERSIONS = {"gptq": 1, "gptq_v2": 2, "gptq_p": 2}
 # The average of asymmetric zero points decides where it is over so many, so near to one version's place, and few
 # fields are full: a full one may be a -1 or have been written over.
 _ENOUGH_ZERO_POINTS = 1024

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from appliance.quant.formats.awq import NIBBLE_OF_COLUMN
+from appliance.quant.formats.awq_gemm import NIBBLE_OF_COLUMN
 from appliance.quant.packing import pack_nibble_rows, pack_words, unpack_nibble_rows, unpack_words
 from tests.quant.writers import pack
 
