@@ -55,7 +55,12 @@ class _Decodes:
     """The step's decodes, one row each, padded to the most blocks that one of them looks at."""
 
     def __init__(
-        self, layout: PagedLayout, seq_lens: Sequence[int], block_tables: Sequence[Sequence[int]], window: int | None
+        self,
+        layout: PagedLayout,
+        seq_lens: Sequence[int],
+        block_tables: Sequence[Sequence[int]],
+        window: int | None,
+        dtype: torch.dtype,
     ) -> None:
         starts = [max(length - (window or length), 0) for length in seq_lens]
         first_blocks = [start // layout.block_size for start in starts]
@@ -69,7 +74,9 @@ class _Decodes:
             torch.arange(width * layout.block_size) + torch.tensor(first_blocks).unsqueeze(1) * layout.block_size
         )
         start, stop = torch.tensor(starts).unsqueeze(1), torch.tensor(seq_lens).unsqueeze(1)
-        self.mask = ((positions >= start) & (positions < stop)).view(len(tables), 1, 1, -1)
+        seen = ((positions >= start) & (positions < stop)).view(len(tables), 1, 1, -1)
+        # Added to scores: attention would make as much of a boolean mask again in every layer.
+        self.mask = torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, -torch.inf)
 
 
 class CpuAttention:
@@ -99,7 +106,7 @@ class CpuAttention:
         self._query_start_loc, self._seq_lens, self._block_tables = query_start_loc, seq_lens, block_tables
         self._plans: dict[int | None, tuple[_Decodes | None, list[_Prefill]]] = {}
 
-    def _plan(self, window: int | None) -> tuple[_Decodes | None, list[_Prefill]]:
+    def _plan(self, window: int | None, dtype: torch.dtype) -> tuple[_Decodes | None, list[_Prefill]]:
         """What to gather and to mask, made once for all layers of a window."""
         if window not in self._plans:
             starts, lengths, tables, count = self._query_start_loc, self._seq_lens, self._block_tables, self.num_decode
@@ -107,7 +114,7 @@ class CpuAttention:
                 _Prefill(self.layout, starts[i], starts[i + 1], lengths[i], tables[i], window)
                 for i in range(count, len(lengths))
             ]
-            decodes = _Decodes(self.layout, lengths[:count], tables[:count], window) if count else None
+            decodes = _Decodes(self.layout, lengths[:count], tables[:count], window, dtype) if count else None
             self._plans[window] = decodes, prefills
         return self._plans[window]
 
@@ -120,7 +127,7 @@ class CpuAttention:
 
         window: how many positions a row attends to, its own included; None for all up to it.
         """
-        decodes, prefills = self._plan(window)
+        decodes, prefills = self._plan(window, q.dtype)
         parts = [] if decodes is None else [self._decode(cache, q[: self.num_decode], decodes)]
         parts += [self._prefill(cache, q, prefill) for prefill in prefills]
         return torch.cat(parts) if len(parts) > 1 else parts[0]
