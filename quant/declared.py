@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ class DeclaredQuantization:
 
     method, layout: lower case; layout is `format`, `checkpoint_format`, `packing_format` or AWQ's `version`.
     overrides: the configuration gives some modules settings of their own.
+    raw: the object as it is, for formats with keys of their own.
     """
 
     file: str
@@ -30,6 +32,7 @@ class DeclaredQuantization:
     act_order: bool | None = None
     overrides: bool = False
     writer: str = ""
+    raw: Mapping[str, Any] = field(default_factory=dict)
 
 
 def declared_quantization(folder: Path, config: dict[str, Any]) -> DeclaredQuantization | None:
@@ -70,6 +73,7 @@ def _parse(file: str, raw: dict[str, Any]) -> DeclaredQuantization:
         act_order=_flag(file, raw, "desc_act"),
         overrides=bool(raw.get("dynamic") or raw.get("extra_config")),
         writer=writer.lower(),
+        raw=raw,
     )
 
 

@@ -8,21 +8,14 @@ from appliance.errors import CheckpointError, UnsupportedModelError
 from appliance.quant.declared import DeclaredQuantization
 from appliance.quant.formats.awq import AwqSource
 from appliance.quant.formats.canonical import MANIFEST_NAME
+from appliance.quant.formats.compressed_tensors import CompressedTensorsSource
 from appliance.quant.formats.gptq import GptqSource
 from appliance.quant.formats.plain import PlainSource
 from appliance.quant.formats.source import WeightSource
+from appliance.quant.refusals import refuse_other_formats
 from appliance.quant.tensor_files import TensorFiles
 
-_SUPPORTED = "supported are GPTQ and AWQ (gemm) at 4 bits, GGUF, and unquantised safetensors"
-# Suffix of a tensor only that format writes.
-_OTHERS = {
-    ".weight_packed": "compressed-tensors",
-    ".q_weight": "EXL2",
-    ".trellis": "EXL3",
-    ".absmax": "bitsandbytes",
-    ".weight_scale_inv": "block-wise FP8",
-    ".weight_scale": "FP8 or compressed-tensors",
-}
+_SUPPORTED = "supported are GPTQ and AWQ (gemm) at 4 bits, compressed-tensors, GGUF, and unquantised safetensors"
 _AWQ_LAYOUTS = ("gemv", "gemv_fast", "llm-awq", "marlin")
 
 
@@ -31,17 +24,20 @@ def detect_source(files: TensorFiles, declared: DeclaredQuantization | None) -> 
 
     Raises UnsupportedModelError naming the format found, CheckpointError for contradictions.
     """
+    refuse_other_formats(files, declared)
     for name in files:
-        found = next((label for suffix, label in _OTHERS.items() if name.endswith(suffix)), None)
         if name.endswith(".B") and f"{name[:-2]}.s" in files:
-            found = "GPTQ in marlin layout"
+            raise UnsupportedModelError(
+                f"the model is GPTQ in marlin layout (tensor {name}), {_SUPPORTED}: use one of these"
+            )
         if name.endswith(".codes"):
             raise CheckpointError(
                 f"{files.file(name).parent} is an incomplete copy of a converted model, {MANIFEST_NAME} is missing: "
                 "copy or convert it again"
             )
-        if found is not None:
-            raise UnsupportedModelError(f"the model is {found} (tensor {name}), {_SUPPORTED}: use one of these")
+    packed = [name.removesuffix(".weight_packed") for name in files if name.endswith(".weight_packed")]
+    if packed:
+        return CompressedTensorsSource(files, packed, declared)
     modules = [name.removesuffix(".qweight") for name in files if name.endswith(".qweight")]
     if not modules:
         return PlainSource(files, declared)

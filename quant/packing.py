@@ -15,7 +15,8 @@ from torch import Tensor
 def unpack_words(words: Tensor, bits: int, dim: int, order: Sequence[int] | None = None) -> Tensor:
     """Codes of int32 `words` [R, C], unpacked along `dim` (0 or 1), as uint8 [R * 32/bits, C] or [R, C * 32/bits].
 
-    Code j of a word is taken from field order[j], or from field j without an order. bits is 2, 4 or 8.
+    Code j of a word is taken from field order[j], or from field j without an order. Of a width that does not divide 32
+    (3, 5, 6, 7), the highest bits of each word are not used.
     """
     per_word = 32 // bits
     fields = list(order) if order is not None else list(range(per_word))
@@ -31,6 +32,28 @@ def unpack_words(words: Tensor, bits: int, dim: int, order: Sequence[int] | None
         else:
             codes[:, j::per_word] = values
     return codes
+
+
+def unpack_bit_string(words: Tensor, bits: int, dim: int) -> Tensor:
+    """Codes of int32 `words` [R, C] that lie without gaps along `dim` (0 or 1): code j is at bit bits*j of the words,
+    least significant first, and may straddle two. bits is 1 to 8.
+
+    uint8, ceil(words / bits) * 32 codes along `dim`; those past the end of the words are 0.
+    """
+    if dim == 0:
+        return unpack_bit_string(words.t(), bits, 1).t()
+    rows, columns = words.shape
+    blocks = -(-columns // bits)  # 32 codes fill `bits` words
+    words = torch.nn.functional.pad(words, (0, blocks * bits - columns)).view(rows, blocks, bits)
+    codes = torch.empty(rows, blocks, 32, dtype=torch.uint8)
+    for code in range(32):
+        word, shift = divmod(code * bits, 32)
+        low = min(bits, 32 - shift)  # bits of the code that this word holds
+        values = (words[:, :, word] >> shift) & ((1 << low) - 1)
+        if low < bits:
+            values |= (words[:, :, word + 1] & ((1 << (bits - low)) - 1)) << low
+        codes[:, :, code] = values
+    return codes.view(rows, blocks * 32)
 
 
 def pack_words(codes: Tensor, bits: int, dim: int, order: Sequence[int] | None = None) -> Tensor:
