@@ -14,6 +14,13 @@ from appliance.errors import CheckpointError, UnsupportedModelError
 
 INDEX_NAME = "model.safetensors.index.json"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+_OTHERS = {
+    "*.onnx": "ONNX",
+    "onnx/*.onnx": "ONNX",
+    "openvino_model.xml": "OpenVINO",
+    "*.h5": "TensorFlow or Keras",
+    "*.msgpack": "Flax",
+}
 _MAX_JSON_BYTES = 64 << 20
 
 
@@ -37,7 +44,8 @@ def weight_files(folder: Path) -> tuple[list[Path], dict[str, str] | None]:
     """The safetensors files of a folder and its index's weight map (tensor -> file name), None without an index.
 
     An index is preferred to stray single files, then model.safetensors, then the only *.safetensors there is.
-    Raises UnsupportedModelError for pickled weights, CheckpointError for none or several without an index.
+    Raises UnsupportedModelError for pickled weights and for models of other frameworks, CheckpointError for none or
+    several without an index.
     """
     indexes = sorted(folder.glob("*.safetensors.index.json"))
     if indexes:
@@ -57,8 +65,14 @@ def weight_files(folder: Path) -> tuple[list[Path], dict[str, str] | None]:
     if pickles:
         raise UnsupportedModelError(
             f"{folder} holds only pickled weights ({pickles[0]}), which can run code when loaded and are never opened: "
-            "convert the model to safetensors"
+            "convert the model to safetensors or use its GPTQ or AWQ checkpoint"
         )
+    for pattern, framework in _OTHERS.items():
+        for path in sorted(folder.glob(pattern)):
+            raise UnsupportedModelError(
+                f"{folder} holds the model as {framework} ({path.relative_to(folder)}), which is not served: "
+                "use the model's safetensors, plain or GPTQ or AWQ, or its GGUF"
+            )
     ggufs = sorted(path.name for path in folder.glob("*.gguf"))
     if ggufs:
         raise CheckpointError(f"{folder} holds no safetensors but {ggufs[0]}: give the path of the .gguf file itself")
