@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from appliance.errors import CheckpointError, UnsupportedModelError
+from appliance.quant.formats.gguf_layout import check_layout
 from appliance.quant.formats.gguf_metadata import config_from_metadata, hugging_face_name
 from appliance.quant.formats.source import check_finite, from_zeros
 from appliance.quant.model_config import check_model_config
@@ -115,6 +116,7 @@ def open_gguf(path: Path) -> tuple[GgufSource, dict[str, Any]]:
     Raises CheckpointError for a damaged file, UnsupportedModelError naming a tensor type or architecture not served.
     """
     reader = _read(path)
+    check_layout(path, reader)
     tensors = {tensor.name: tensor for tensor in reader.tensors}
 
     def metadata(key: str) -> Any:

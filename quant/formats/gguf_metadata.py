@@ -108,5 +108,7 @@ def config_from_metadata(read: Callable[[str], Any], shapes: dict[str, tuple[int
         "eos_token_id": read("tokenizer.ggml.eos_token_id"),
     }
     if config["rms_norm_eps"] is None:
-        raise CheckpointError(f"GGUF metadata {architecture}.attention.layer_norm_rms_epsilon is missing")
+        raise CheckpointError(
+            f"GGUF metadata {architecture}.attention.layer_norm_rms_epsilon is missing, a number was expected"
+        )
     return config
