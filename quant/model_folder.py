@@ -25,18 +25,28 @@ _MAX_JSON_BYTES = 64 << 20
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file. Raises CheckpointError naming the file for anything else."""
+    """The object in a JSON file. Raises CheckpointError naming the file for anything else, and for a key with
+    two values."""
     if not path.is_file():
         raise CheckpointError(f"{path.name} is missing from {path.parent}: download the model again")
     size = path.stat().st_size
     if size > _MAX_JSON_BYTES:
         raise CheckpointError(f"{path.name} has {size} bytes, more than the {_MAX_JSON_BYTES} allowed for JSON")
     try:
-        value = json.loads(path.read_bytes())
+        value = json.loads(path.read_bytes(), object_pairs_hook=_unambiguous)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not valid JSON ({error}): correct it or download it again") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} holds a JSON {type(value).__name__}, an object was expected: download it again")
+    return value
+
+
+def _unambiguous(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The object of `pairs`. Raises ValueError where a key is given twice with two values."""
+    value = dict(pairs)
+    for key, first in pairs:
+        if first is not value[key] and first != value[key]:
+            raise ValueError(f"{key!r} is given twice, as {str(first)[:80]!r} and as {str(value[key])[:80]!r}")
     return value
 
 
