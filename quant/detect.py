@@ -12,7 +12,7 @@ from appliance.quant.formats.compressed_tensors import CompressedTensorsSource
 from appliance.quant.formats.gptq import GptqSource
 from appliance.quant.formats.plain import PlainSource
 from appliance.quant.formats.source import WeightSource
-from appliance.quant.refusals import refuse_other_formats
+from appliance.quant.refusals import refuse_method, refuse_tensors
 from appliance.quant.tensor_files import TensorFiles
 
 _SUPPORTED = "supported are GPTQ and AWQ (gemm) at 4 bits, compressed-tensors, GGUF, and unquantised safetensors"
@@ -24,7 +24,7 @@ def detect_source(files: TensorFiles, declared: DeclaredQuantization | None) -> 
 
     Raises UnsupportedModelError naming the format found, CheckpointError for contradictions.
     """
-    refuse_other_formats(files, declared)
+    refuse_tensors(files)
     for name in files:
         if name.endswith(".B") and f"{name[:-2]}.s" in files:
             raise UnsupportedModelError(
@@ -40,6 +40,7 @@ def detect_source(files: TensorFiles, declared: DeclaredQuantization | None) -> 
         return CompressedTensorsSource(files, packed, declared)
     modules = [name.removesuffix(".qweight") for name in files if name.endswith(".qweight")]
     if not modules:
+        refuse_method(declared)
         return PlainSource(files, declared)
     layouts = {module: _layout(files, module, declared) for module in modules}
     first, layout = next(iter(layouts.items()))

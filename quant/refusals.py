@@ -25,9 +25,9 @@ _SMALLER = "use the unquantised model or its 8- or 4-bit GPTQ, AWQ, compressed-t
 
 _EXL2 = _Format("EXL2 (ExLlamaV2)", _FOUR_BIT)
 _EXL3 = _Format("EXL3 (ExLlamaV3)", _FOUR_BIT)
-_BITSANDBYTES = _Format("bitsandbytes", f"{_FOUR_BIT}, or the unquantised model it was made from")
-_BITSANDBYTES_4 = _Format("bitsandbytes at 4 bits (NF4 or FP4)", _BITSANDBYTES.instead)
-_BITSANDBYTES_8 = _Format("bitsandbytes at 8 bits (LLM.int8)", _BITSANDBYTES.instead)
+_BITSANDBYTES = _Format("bitsandbytes", _SMALLER)
+_BITSANDBYTES_4 = _Format("bitsandbytes at 4 bits (NF4 or FP4)", _SMALLER)
+_BITSANDBYTES_8 = _Format("bitsandbytes at 8 bits (LLM.int8)", _SMALLER)
 _FP8 = _Format("FP8", _SMALLER)
 _FP8_TENSOR = _Format("FP8 with a scale per tensor or channel", _SMALLER)
 _FP8_BLOCK = _Format("block-wise FP8", _SMALLER)
@@ -73,19 +73,26 @@ _BY_METHOD = {
     "quip": _QUIP,
     "quip_sharp": _QUIP,
 }
+# A weight that is not packed, but has scales.
+_SCALED = {"I8": _W8A8, **dict.fromkeys(("F16", "BF16", "F32"), _UNPACKED)}
 _OTHER = _Format("a quantisation of another kind", _FOUR_BIT)
 _SERVED_METHODS = (None, "gptq", "awq", "auto-round", "intel/auto-round", "marlin", "compressed-tensors", "sparseml")
 
 
-def refuse_other_formats(files: TensorFiles, declared: DeclaredQuantization | None) -> None:
-    """Raises UnsupportedModelError with the evidence, the format's name and what to use instead."""
-    for name in files:
-        found = _format_of(files, name)
-        if found is not None:
-            raise UnsupportedModelError(
-                f"{files.file(name).name} holds {name} ({files.stored_dtype(name)}), so the model is {found.name}, "
-                f"which is not served: {found.instead}"
-            )
+def refuse_tensors(files: TensorFiles) -> None:
+    """Raises UnsupportedModelError naming a tensor of a format that is not served, and what to use instead."""
+    for format_of in (_of_name, _of_dtype):  # names tell more: a block-wise FP8 from another
+        for name in files:
+            found = format_of(files, name)
+            if found is not None:
+                raise UnsupportedModelError(
+                    f"{files.file(name).name} holds {name} ({files.stored_dtype(name)}), so the model is {found.name}, "
+                    f"which is not served: {found.instead}"
+                )
+
+
+def refuse_method(declared: DeclaredQuantization | None) -> None:
+    """The same for a declared method of which no tensor shows anything (torchao)."""
     if declared is not None and declared.method not in _SERVED_METHODS:
         found = _BY_METHOD.get(declared.method or "", _OTHER)
         raise UnsupportedModelError(
@@ -94,34 +101,23 @@ def refuse_other_formats(files: TensorFiles, declared: DeclaredQuantization | No
         )
 
 
-def _format_of(files: TensorFiles, name: str) -> _Format | None:
-    module, _, suffix = name.rpartition(".")
-    if suffix in _BY_SUFFIX:
-        return _BY_SUFFIX[suffix]
-    if suffix.endswith("_blocks") and f"{name.removesuffix('_blocks')}_scales" in files:
+def _of_name(files: TensorFiles, name: str) -> _Format | None:
+    if name.endswith("_blocks") and f"{name.removesuffix('_blocks')}_scales" in files:
         return _MXFP4
-    if suffix == "weight_scale":
-        return None if f"{module}.weight_packed" in files else _scaled(files, module)
-    return _of_dtype(files, name, module) if suffix in ("weight", "weight_packed") else None
+    return _BY_SUFFIX.get(name.rpartition(".")[2])
 
 
-def _scaled(files: TensorFiles, module: str) -> _Format | None:
-    """Of a module with weight_scale and a weight that is not packed."""
-    weight = f"{module}.weight"
-    if weight not in files:
+def _of_dtype(files: TensorFiles, name: str) -> _Format | None:
+    module, _, suffix = name.rpartition(".")
+    if suffix not in ("weight", "weight_packed"):
         return None
-    return _of_dtype(files, weight, module) or _UNPACKED
-
-
-def _of_dtype(files: TensorFiles, name: str, module: str) -> _Format | None:
     dtype = files.stored_dtype(name)
     if dtype.startswith("F8_"):
-        return _FP8_BLOCK if f"{module}.weight_scale_inv" in files else _FP8_TENSOR
+        return _FP8_TENSOR
+    if dtype == "U32" and f"{module}.biases" in files:
+        return _MLX
+    if f"{module}.weight_scale" not in files:
+        return None
     if dtype == "U8":
-        if f"{name}.absmax" in files:
-            return _BITSANDBYTES_4
-        is_nvfp4 = f"{module}.weight_scale_2" in files or f"{module}.weight_global_scale" in files
-        return _NVFP4 if is_nvfp4 else _MXFP4 if f"{module}.weight_scale" in files else None
-    if dtype == "I8":
-        return _BITSANDBYTES_8 if f"{module}.SCB" in files else _W8A8 if f"{module}.weight_scale" in files else None
-    return _MLX if dtype == "U32" and f"{module}.biases" in files else None
+        return _MXFP4
+    return _SCALED.get(dtype) if suffix == "weight" else None

@@ -124,7 +124,7 @@ def test_a_module_belongs_to_the_group_that_names_it_most_closely(tmp_path: Path
     config = compressed_config(
         group(2, 64),
         group(4, None, "re:.*[qk]_proj$"),
-        group(8, 32, "a.q_proj"),
+        group(8, 32, "a.q_proj") | {"format": "pack-quantized"},
         group(6, 32, "Embedding"),
         ignore=["lm_head", "re:.*o_proj", "a"],
     )
