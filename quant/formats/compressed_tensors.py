@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,9 +23,9 @@ from torch import Tensor
 from appliance.errors import CheckpointError
 from appliance.quant.declared import DeclaredQuantization
 from appliance.quant.formats.compressed_tensors_config import CompressedConfig, WeightScheme, read_compressed_config
+from appliance.quant.formats.compressed_tensors_words import PackedLayout, read_codes, read_zeros, words_for
 from appliance.quant.formats.groups import reported_group_size
 from appliance.quant.formats.source import check_finite, from_zeros, shapes_of
-from appliance.quant.packing import unpack_bit_string, unpack_words
 from appliance.quant.report import FormatReport
 from appliance.quant.tensor_files import TensorFiles
 from appliance.quant.weight import QuantizedWeight
@@ -36,14 +37,10 @@ _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 @dataclass(frozen=True, slots=True)
 class _Module:
-    rows: int
-    columns: int
-    bits: int
-    dense: bool
-    """Codes straddle words."""
+    layout: PackedLayout
     group_size: int
-    permuted: bool
     symmetric: bool
+    permuted: bool
 
 
 class CompressedTensorsSource:
@@ -58,7 +55,7 @@ class CompressedTensorsSource:
                 "quantization_config of config.json must be that of compressed-tensors, download the model again"
             )
         config = read_compressed_config(declared.file, declared.raw)
-        self._modules = {module: self._inspect(module, config) for module in modules}
+        self._modules = {module: self._inspect(module, config.scheme_of(module)) for module in modules}
         self.report = self._report(config)
 
     def plain_names(self) -> list[str]:
@@ -73,70 +70,41 @@ class CompressedTensorsSource:
 
     def quantized(self, module: str) -> QuantizedWeight:
         spec = self._modules[module]
-        codes = self._unpack(f"{module}.weight_packed", spec.bits, spec.dense, 1, spec.rows).t().contiguous()
+        codes = read_codes(self._files, spec.layout).t().contiguous()
         scales = check_finite(self._files.tensor(f"{module}.weight_scale"), f"{module}.weight_scale").t()
         if spec.symmetric:
-            zeros = torch.full(scales.shape, 1 << (spec.bits - 1), dtype=torch.int32)
+            zeros = torch.full(scales.shape, spec.layout.middle, dtype=torch.int32)
         else:
-            zeros = self._zeros(module, spec.bits, spec.dense, spec.columns).t().contiguous()
+            zeros = read_zeros(self._files, spec.layout).t().contiguous()
         perm = None
         if spec.permuted:
             perm = torch.argsort(self._files.tensor(f"{module}.weight_g_idx"), stable=True)
             codes = codes[perm]
-        return from_zeros(codes, scales, zeros, bits=spec.bits, group_size=spec.group_size, perm=perm)
+        return from_zeros(codes, scales, zeros, bits=spec.layout.bits, group_size=spec.group_size, perm=perm)
 
     def close(self) -> None:
         self._files.close()
 
-    def _inspect(self, module: str, config: CompressedConfig) -> _Module:
+    def _inspect(self, module: str, scheme: WeightScheme) -> _Module:
         """Shapes, width, groups and order of one module, checked against each other and its scheme."""
-        scheme = config.scheme_of(module)
-        columns, rows, words, groups = self._shapes(module)
-        dense = self._is_dense(module, rows, words, scheme, config)
-        size = min(scheme.group_size or rows, rows)
-        if groups != -(-rows // size):
+        layout = self._layout(module, scheme)
+        size = min(scheme.group_size or layout.rows, layout.rows)
+        groups = -(-layout.rows // size)
+        if layout.groups != groups:
             said = "strategy channel" if scheme.group_size is None else f"group_size {scheme.group_size}"
             raise CheckpointError(
-                f"{config.file} says {said} for {module}, which makes {-(-rows // size)} groups of its {rows} inputs, "
-                f"but {module}.weight_scale has {groups} columns: correct the configuration"
+                f"{scheme.file} says {said} for {module}, which makes {groups} groups of its {layout.rows} inputs, "
+                f"but {module}.weight_scale has {layout.groups} columns: correct the configuration"
             )
-        symmetric = self._is_symmetric(module, columns, groups, dense, scheme, config)
-        permuted = self._is_permuted(module, rows, size, scheme, config)
-        return _Module(rows, columns, scheme.bits, dense, size, permuted, symmetric)
+        return _Module(layout, size, self._is_symmetric(layout, scheme), self._is_permuted(layout, size, scheme))
 
-    def _shapes(self, module: str) -> tuple[int, int, int, int]:
-        """N, K, words of a row and G."""
-        files = self._files
-        packed, scale, shape = (module + suffix for suffix in (".weight_packed", ".weight_scale", ".weight_shape"))
-        found = shapes_of(files, module, _PACKED)
-        for name in (scale, shape):
-            if name not in files:
-                raise CheckpointError(f"{name} is missing, only {found} exists: download the model again")
-        sound = (
-            files.dtype(packed) == torch.int32
-            and files.dtype(scale) in _FLOATS
-            and files.dtype(shape) in (torch.int64, torch.int32)
-            and len(files.shape(packed)) == len(files.shape(scale)) == 2
-            and files.shape(shape) == (2,)
-        )
-        if sound:
-            columns, rows = files.tensor(shape).tolist()
-            if files.shape(packed)[0] == files.shape(scale)[0] == columns and rows > 0 and files.shape(scale)[1] > 0:
-                return columns, rows, files.shape(packed)[1], files.shape(scale)[1]
-        dtypes = ", ".join(f"{files.dtype(name)}".removeprefix("torch.") for name in (packed, scale, shape))
-        values = files.tensor(shape).tolist() if files.shape(shape) == (2,) else "unknown"
-        raise CheckpointError(
-            f"{found} of {dtypes}, weight_shape {values}, do not belong together: weight_packed [N, words] int32, "
-            f"weight_scale [N, G] of floats and weight_shape [2] of integers N, K were expected, "
-            f"{files.file(packed).name} is damaged, download it again"
-        )
-
-    def _is_dense(self, module: str, rows: int, words: int, scheme: WeightScheme, config: CompressedConfig) -> bool:
+    def _layout(self, module: str, scheme: WeightScheme) -> PackedLayout:
+        rows, columns, words, groups = self._shapes(module)
         bits = scheme.bits
-        dense, padded = -(-rows * bits // 32), -(-rows // (32 // bits))
+        dense, padded = words_for(rows, bits, True), words_for(rows, bits, False)
         if words not in (dense, padded):
             raise CheckpointError(
-                f"{config.file} says {bits} bits for {module}, which makes {dense} words of its {rows} inputs, but "
+                f"{scheme.file} says {bits} bits for {module}, which makes {dense} words of its {rows} inputs, but "
                 f"{module}.weight_packed has {words} columns: correct the configuration"
             )
         if dense == padded and 32 % bits and words > 1:
@@ -144,46 +112,60 @@ class CompressedTensorsSource:
                 f"the {rows} inputs of {module} fill {words} words of {bits}-bit codes with and without gaps, so the "
                 "file's packing cannot be told: quantise again with 4 or 8 bits"
             )
-        return words == dense
+        return PackedLayout(module, rows, columns, groups, bits, words == dense)
 
-    def _is_symmetric(
-        self, module: str, columns: int, groups: int, dense: bool, scheme: WeightScheme, config: CompressedConfig
-    ) -> bool:
-        files, name = self._files, f"{module}.weight_zero_point"
-        if name not in files:
+    def _shapes(self, module: str) -> tuple[int, int, int, int]:
+        """K, N, words of a row and G."""
+        files = self._files
+        packed, scale, shape = (module + suffix for suffix in (".weight_packed", ".weight_scale", ".weight_shape"))
+        found = shapes_of(files, module, _PACKED)
+        for name in (scale, shape):
+            if name not in files:
+                raise CheckpointError(f"{name} is missing, only {found} exists: download the model again")
+        values: list[Any] = files.tensor(shape).tolist() if files.shape(shape) == (2,) else []
+        if (
+            files.dtype(packed) == torch.int32
+            and files.dtype(scale) in _FLOATS
+            and files.dtype(shape) in (torch.int64, torch.int32)
+            and len(files.shape(packed)) == len(files.shape(scale)) == 2
+            and len(values) == 2
+            and files.shape(packed)[0] == files.shape(scale)[0] == values[0]
+            and values[1] > 0
+        ):
+            return values[1], values[0], files.shape(packed)[1], files.shape(scale)[1]
+        dtypes = ", ".join(f"{files.dtype(name)}".removeprefix("torch.") for name in (packed, scale, shape))
+        raise CheckpointError(
+            f"{found} of {dtypes}, weight_shape {values or 'unknown'}, do not belong together: weight_packed int32 "
+            "[N, words], weight_scale [N, G] of floats and weight_shape [2] of integers N, K were expected, "
+            f"{files.file(packed).name} is damaged, download it again"
+        )
+
+    def _is_symmetric(self, layout: PackedLayout, scheme: WeightScheme) -> bool:
+        """Whether all zero points are the middle code: decided by them; a scheme that says otherwise is refused."""
+        name = f"{layout.module}.weight_zero_point"
+        if name not in self._files:
             if not scheme.symmetric:
                 raise CheckpointError(
-                    f"{config.file} says symmetric false for {module}, but {name} is missing: correct the "
+                    f"{scheme.file} says symmetric false for {layout.module}, but {name} is missing: correct the "
                     "configuration or download the model again"
                 )
             return True
-        words = -(-columns * scheme.bits // 32) if dense else -(-columns // (32 // scheme.bits))
-        found = (files.dtype(name), files.shape(name))
-        if found not in ((torch.int32, (words, groups)), (torch.int8, (columns, groups))):
-            raise CheckpointError(
-                f"{name} is {found[0]} {list(found[1])}, int32 {[words, groups]} was expected from weight_packed and "
-                f"weight_scale: {files.file(name).name} is damaged, download it again"
-            )
-        middle = 1 << (scheme.bits - 1)
-        symmetric = bool((self._zeros(module, scheme.bits, dense, columns) == middle).all())
+        symmetric = bool((read_zeros(self._files, layout) == layout.middle).all())
         if scheme.symmetric and not symmetric:
             raise CheckpointError(
-                f"{config.file} says symmetric true for {module}, but {name} holds zero points other than {middle}: "
-                "correct the configuration"
+                f"{scheme.file} says symmetric true for {layout.module}, but {name} holds zero points other than "
+                f"{layout.middle}: correct the configuration"
             )
         return symmetric
 
-    def _is_permuted(
-        self, module: str, rows: int, group_size: int, scheme: WeightScheme, config: CompressedConfig
-    ) -> bool:
+    def _is_permuted(self, layout: PackedLayout, group_size: int, scheme: WeightScheme) -> bool:
         """Whether inputs are grouped by a permutation: decided by weight_g_idx, never by actorder."""
-        files, name = self._files, f"{module}.weight_g_idx"
-        natural = torch.arange(rows) // group_size
+        files, name, rows = self._files, f"{layout.module}.weight_g_idx", layout.rows
         if name not in files:
-            if scheme.act_order and natural[-1] > 0:
+            if scheme.act_order and layout.groups > 1:
                 raise CheckpointError(
-                    f"{config.file} says actorder 'group' for {module}, but {name}, which holds the order, is missing: "
-                    "correct the configuration or download the model again"
+                    f"{scheme.file} says actorder 'group' for {layout.module}, but {name}, which holds the order, is "
+                    "missing: correct the configuration or download the model again"
                 )
             return False
         if files.shape(name) != (rows,) or files.dtype(name) not in (torch.int32, torch.int64):
@@ -191,7 +173,7 @@ class CompressedTensorsSource:
                 f"{name} is {files.dtype(name)} {list(files.shape(name))}, int32 {[rows]} was expected: "
                 f"{files.file(name).name} is damaged, download it again"
             )
-        order = files.tensor(name).to(torch.int64)
+        order, natural = files.tensor(name).to(torch.int64), torch.arange(rows) // group_size
         if torch.equal(order, natural) or bool((order == -1).all()):
             return False
         if not torch.equal(order.sort().values, natural):
@@ -201,43 +183,17 @@ class CompressedTensorsSource:
             )
         return True
 
-    def _zeros(self, module: str, bits: int, dense: bool, columns: int) -> Tensor:
-        """Zero points [N, G] as unsigned codes."""
-        name = f"{module}.weight_zero_point"
-        if self._files.dtype(name) == torch.int8:
-            zeros = self._files.tensor(name).to(torch.int32) + (1 << (bits - 1))
-            if not bool(((zeros >= 0) & (zeros < 1 << bits)).all()):
-                raise CheckpointError(
-                    f"{name} holds {int(zeros.max()) - (1 << (bits - 1))}, zero points of {bits} bits were expected: "
-                    f"{self._files.file(name).name} is damaged, download it again"
-                )
-            return zeros
-        return self._unpack(name, bits, dense, 0, columns)
-
-    def _unpack(self, name: str, bits: int, dense: bool, dim: int, count: int) -> Tensor:
-        """`count` codes along `dim`. Raises CheckpointError where bits past them are set: then the width is another."""
-        words = self._files.tensor(name)
-        codes = (unpack_bit_string if dense else unpack_words)(words, bits, dim)
-        kept = codes.narrow(dim, 0, count)
-        rest = codes.narrow(dim, count, codes.shape[dim] - count)
-        if bool(rest.any()) or (not dense and bool((words >> bits * (32 // bits)).any())):
-            raise CheckpointError(
-                f"{name} has bits set after its {count} codes of {bits} bits, zeros were expected: "
-                f"{self._files.file(name).name} is damaged or of another width, download it again"
-            )
-        return kept
-
     def _report(self, config: CompressedConfig) -> FormatReport:
         specs = list(self._modules.values())
         first = next(iter(self._modules))
-        widths = Counter(spec.bits for spec in specs)
+        widths = Counter(spec.layout.bits for spec in specs)
         permuted = sum(spec.permuted for spec in specs)
         counts = ", ".join(f"{bits}-bit in {count}" for bits, count in widths.most_common())
         return FormatReport(
             format="compressed-tensors",
             variant="pack-quantized",
             bits=widths.most_common(1)[0][0],
-            group_size=reported_group_size((spec.rows, spec.group_size) for spec in specs),
+            group_size=reported_group_size((spec.layout.rows, spec.group_size) for spec in specs),
             symmetric=all(spec.symmetric for spec in specs),
             act_order=permuted > 0,
             evidence=(

@@ -21,11 +21,12 @@ _PATTERN_SECONDS = 1.0
 
 @dataclass(frozen=True, slots=True)
 class WeightScheme:
-    """One of config_groups: how the weights of its targets are quantised.
+    """One of the config_groups in `file`: how the weights of its targets are quantised.
 
     group_size: None is one group over all of K (strategy channel). act_order: weight_g_idx is expected.
     """
 
+    file: str
     name: str
     targets: tuple[str, ...]
     bits: int
@@ -94,14 +95,15 @@ def read_compressed_config(file: str, raw: Mapping[str, Any]) -> CompressedConfi
         for kind in ("input_activations", "output_activations"):
             if group.get(kind) is not None:
                 raise UnsupportedModelError(f"{key} quantises activations ({kind}), which is not served: {_USE}")
-        schemes.append(_scheme(name, key, group))
+        schemes.append(_scheme(file, name, group))
     warnings = []
     if raw.get("kv_cache_scheme") is not None:
         warnings.append(f"{file} has a kv_cache_scheme, which is ignored: the KV cache keeps the type the engine gives")
     return CompressedConfig(file, tuple(schemes), _strings(file, raw, "ignore"), tuple(warnings))
 
 
-def _scheme(name: str, key: str, group: Mapping[str, Any]) -> WeightScheme:
+def _scheme(file: str, name: str, group: Mapping[str, Any]) -> WeightScheme:
+    key = f"{file}: config_groups.{name}"
     weights = group["weights"]
     if not isinstance(weights, dict):
         raise CheckpointError(f"{key}.weights is {weights!r}, an object was expected: correct the file")
@@ -129,6 +131,7 @@ def _scheme(name: str, key: str, group: Mapping[str, Any]) -> WeightScheme:
             f"{key}.weights.actorder is {order!r}, allowed are null, 'weight', 'static', 'group' and 'dynamic'"
         )
     return WeightScheme(
+        file=file,
         name=name,
         targets=_strings(key, group, "targets"),
         bits=bits,
