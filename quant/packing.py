@@ -1,11 +1,13 @@
 """Packing codes into words and back, in plain torch. It knows bit positions, not formats or checkpoints.
 
-A word of `32 // bits` codes holds code j at bits [bits*j, bits*j + bits), least significant first; `order` renumbers
-the codes inside a word (AutoAWQ's gemm files).
+The words of a line are one string of bits, least significant first: code i is at bits [bits*i, bits*i + bits). Where
+`bits` divides the word that is code j of a word at bits [bits*j, bits*j + bits); 3-bit codes straddle words. `order`
+renumbers the codes inside a word (AutoAWQ's gemm files).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -13,47 +15,33 @@ from torch import Tensor
 
 
 def unpack_words(words: Tensor, bits: int, dim: int, order: Sequence[int] | None = None) -> Tensor:
-    """Codes of int32 `words` [R, C], unpacked along `dim` (0 or 1), as uint8 [R * 32/bits, C] or [R, C * 32/bits].
+    """All whole codes of `words` [R, C] of any signed integer dtype, as uint8, unpacked along `dim` (0 or 1).
 
-    Code j of a word is taken from field order[j], or from field j without an order. Of a width that does not divide 32
-    (3, 5, 6, 7), the highest bits of each word are not used.
+    bits is 1 to 8. Code j of a word is taken from field order[j]; an order needs bits that divide the word.
     """
-    per_word = 32 // bits
-    fields = list(order) if order is not None else list(range(per_word))
+    width = 8 * words.element_size()
+    words_per_cycle, per_cycle = bits // math.gcd(bits, width), width // math.gcd(bits, width)
+    fields = list(order) if order is not None else list(range(per_cycle))
     mask = (1 << bits) - 1
     shape = list(words.shape)
-    shape[dim] *= per_word
+    shape[dim] = shape[dim] * width // bits
     codes = torch.empty(shape, dtype=torch.uint8)
     for j, field in enumerate(fields):
-        # int32 >> is arithmetic: the mask after the shift removes the copies of the sign.
-        values = (words >> (bits * field)) & mask
-        if dim == 0:
-            codes[j::per_word] = values
-        else:
-            codes[:, j::per_word] = values
+        target = codes[j::per_cycle] if dim == 0 else codes[:, j::per_cycle]
+        word, shift = divmod(bits * field, width)
+        values = _every(words, dim, word, words_per_cycle, target.shape[dim]) >> shift
+        if shift + bits > width:
+            low = width - shift
+            following = _every(words, dim, word + 1, words_per_cycle, target.shape[dim])
+            values = (values & ((1 << low) - 1)) | (following << low)
+        # >> is arithmetic: the mask after the shift removes the copies of the sign.
+        target.copy_(values & mask)
     return codes
 
 
-def unpack_bit_string(words: Tensor, bits: int, dim: int) -> Tensor:
-    """Codes of int32 `words` [R, C] that lie without gaps along `dim` (0 or 1): code j is at bit bits*j of the words,
-    least significant first, and may straddle two. bits is 1 to 8.
-
-    uint8, ceil(words / bits) * 32 codes along `dim`; those past the end of the words are 0.
-    """
-    if dim == 0:
-        return unpack_bit_string(words.t(), bits, 1).t()
-    rows, columns = words.shape
-    blocks = -(-columns // bits)  # 32 codes fill `bits` words
-    words = torch.nn.functional.pad(words, (0, blocks * bits - columns)).view(rows, blocks, bits)
-    codes = torch.empty(rows, blocks, 32, dtype=torch.uint8)
-    for code in range(32):
-        word, shift = divmod(code * bits, 32)
-        low = min(bits, 32 - shift)  # bits of the code that this word holds
-        values = (words[:, :, word] >> shift) & ((1 << low) - 1)
-        if low < bits:
-            values |= (words[:, :, word + 1] & ((1 << (bits - low)) - 1)) << low
-        codes[:, :, code] = values
-    return codes.view(rows, blocks * 32)
+def _every(words: Tensor, dim: int, start: int, step: int, count: int) -> Tensor:
+    """`count` lines of `words`, every `step`-th from `start` on."""
+    return words[start::step][:count] if dim == 0 else words[:, start::step][:, :count]
 
 
 def pack_words(codes: Tensor, bits: int, dim: int, order: Sequence[int] | None = None) -> Tensor:

@@ -10,16 +10,32 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import regex
-
 from appliance.errors import CheckpointError, UnsupportedModelError
+from appliance.quant.module_patterns import ModulePattern
 
 _FORMAT = "pack-quantized"
 _USE = "use a weight-only pack-quantized checkpoint (W4A16, W8A16), GPTQ or AWQ"
-_PATTERN_SECONDS = 1.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
+class ModuleTarget:
+    """An entry of targets or ignore: the name of a module, the name of a class, or `re:` and a pattern."""
+
+    text: str
+    pattern: ModulePattern | None
+
+    def rank(self, module: str) -> int | None:
+        """How closely it names `module`: 0 by name, 1 by pattern, 2 by class; None when it does not."""
+        if self.text == module:
+            return 0
+        if self.pattern is not None:
+            return 1 if self.pattern.matches(module) else None
+        # A class can only be guessed from a name: embeddings are named so, all else that is packed is linear.
+        named = "Embedding" if module.endswith(("embed_tokens", "embedding", "wte")) else "Linear"
+        return 2 if self.text == named else None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class WeightScheme:
     """One of the config_groups in `file`: how the weights of its targets are quantised.
 
@@ -28,20 +44,20 @@ class WeightScheme:
 
     file: str
     name: str
-    targets: tuple[str, ...]
+    targets: tuple[ModuleTarget, ...]
     bits: int
     symmetric: bool
     group_size: int | None
     act_order: bool
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class CompressedConfig:
     """A configuration's groups that quantise weights. warnings: sentences on what it asks for and does not get."""
 
     file: str
     schemes: tuple[WeightScheme, ...]
-    ignore: tuple[str, ...]
+    ignore: tuple[ModuleTarget, ...]
     warnings: tuple[str, ...]
 
     def scheme_of(self, module: str) -> WeightScheme:
@@ -50,19 +66,19 @@ class CompressedConfig:
         An exact name goes before a `re:` pattern, a pattern before a class; equals are taken in alphabetical order.
         """
         for entry in self.ignore:
-            if _rank(self.file, entry, module) is not None:
+            if entry.rank(module) is not None:
                 raise CheckpointError(
-                    f"{self.file} says with ignore {entry!r} that {module} is not quantised, but "
+                    f"{self.file} says with ignore {entry.text!r} that {module} is not quantised, but "
                     f"{module}.weight_packed exists: correct the configuration"
                 )
         ranked = [
-            (rank, target, scheme)
+            (rank, target.text, scheme)
             for scheme in self.schemes
             for target in scheme.targets
-            if (rank := _rank(self.file, target, module)) is not None
+            if (rank := target.rank(module)) is not None
         ]
         if not ranked:
-            shown = ", ".join(target for scheme in self.schemes for target in scheme.targets[:4])
+            shown = ", ".join(target.text for scheme in self.schemes for target in scheme.targets[:4])
             raise CheckpointError(
                 f"{module}.weight_packed exists, but no target in {self.file} config_groups matches {module} (found: "
                 f"{shown or 'none'}): correct the configuration"
@@ -99,7 +115,7 @@ def read_compressed_config(file: str, raw: Mapping[str, Any]) -> CompressedConfi
     warnings = []
     if raw.get("kv_cache_scheme") is not None:
         warnings.append(f"{file} has a kv_cache_scheme, which is ignored: the KV cache keeps the type the engine gives")
-    return CompressedConfig(file, tuple(schemes), _strings(file, raw, "ignore"), tuple(warnings))
+    return CompressedConfig(file, tuple(schemes), _targets(file, file, raw, "ignore"), tuple(warnings))
 
 
 def _scheme(file: str, name: str, group: Mapping[str, Any]) -> WeightScheme:
@@ -133,7 +149,7 @@ def _scheme(file: str, name: str, group: Mapping[str, Any]) -> WeightScheme:
     return WeightScheme(
         file=file,
         name=name,
-        targets=_strings(key, group, "targets"),
+        targets=_targets(file, key, group, "targets"),
         bits=bits,
         symmetric=symmetric,
         group_size=size if strategy == "group" else None,
@@ -141,32 +157,13 @@ def _scheme(file: str, name: str, group: Mapping[str, Any]) -> WeightScheme:
     )
 
 
-def _strings(place: str, raw: Mapping[str, Any], key: str) -> tuple[str, ...]:
+def _targets(file: str, place: str, raw: Mapping[str, Any], key: str) -> tuple[ModuleTarget, ...]:
     value = raw.get(key)
     if value is None:
         return ()
     if not isinstance(value, list) or not all(isinstance(entry, str) for entry in value):
         raise CheckpointError(f"{place}: {key} is {value!r}, a list of strings was expected: correct the file")
-    return tuple(value)
-
-
-def _rank(file: str, target: str, module: str) -> int | None:
-    """How closely `target` names `module`: 0 by name, 1 by pattern, 2 by class; None when it does not."""
-    if target == module:
-        return 0
-    if target.startswith("re:"):
-        return 1 if _matches(file, target.removeprefix("re:"), module) else None
-    # A class can only be guessed from a name: embeddings are named so, all else that is packed is linear.
-    named = "Embedding" if module.endswith(("embed_tokens", "embedding", "wte")) else "Linear"
-    return 2 if target == named else None
-
-
-def _matches(file: str, pattern: str, module: str) -> bool:
-    """re.match, with a limit on time: a pattern from a downloaded file can be made to never end."""
-    try:
-        return regex.match(pattern, module, timeout=_PATTERN_SECONDS) is not None
-    except (regex.error, TimeoutError, RecursionError) as error:
-        raise CheckpointError(
-            f"{file}: the pattern {pattern!r} cannot be matched ({error}), a regular expression "
-            "was expected: correct the file"
-        ) from error
+    return tuple(
+        ModuleTarget(text, ModulePattern(file, text.removeprefix("re:")) if text.startswith("re:") else None)
+        for text in value
+    )

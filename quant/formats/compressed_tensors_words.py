@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from appliance.errors import CheckpointError
-from appliance.quant.packing import unpack_bit_string, unpack_words
+from appliance.quant.packing import unpack_words
 from appliance.quant.tensor_files import TensorFiles
 
 
@@ -39,18 +39,20 @@ def words_for(count: int, bits: int, dense: bool) -> int:
 
 def read_codes(files: TensorFiles, layout: PackedLayout) -> Tensor:
     """uint8 codes [N, K]. Raises CheckpointError where bits are set past them: then the width is another."""
-    return _unpack(files, f"{layout.module}.weight_packed", layout, 1, layout.rows)
+    name = f"{layout.module}.weight_packed"
+    return _unpack(files, name, files.tensor(name), layout, layout.rows)
 
 
 def read_zeros(files: TensorFiles, layout: PackedLayout) -> Tensor:
-    """Zero points [N, G] as unsigned codes. Raises CheckpointError naming the tensor for one of another shape or with
-    values that the width does not have.
+    """Zero points [N, G] as unsigned codes, uint8 or int32.
+
+    Raises CheckpointError naming the tensor for another shape or for values that the width does not have.
     """
     name = f"{layout.module}.weight_zero_point"
     shape = (words_for(layout.columns, layout.bits, layout.dense), layout.groups)
     found = (files.dtype(name), files.shape(name))
     if found == (torch.int32, shape):
-        return _unpack(files, name, layout, 0, layout.columns)
+        return _unpack(files, name, files.tensor(name).t(), layout, layout.columns).t()
     if found != (torch.int8, (layout.columns, layout.groups)):
         raise CheckpointError(
             f"{name} is {found[0]} {list(found[1])}, int32 {list(shape)} was expected from weight_packed and "
@@ -65,13 +67,16 @@ def read_zeros(files: TensorFiles, layout: PackedLayout) -> Tensor:
     return zeros
 
 
-def _unpack(files: TensorFiles, name: str, layout: PackedLayout, dim: int, count: int) -> Tensor:
-    words, bits = files.tensor(name), layout.bits
-    codes = (unpack_bit_string if layout.dense else unpack_words)(words, bits, dim)
-    rest = codes.narrow(dim, count, codes.shape[dim] - count)
-    if bool(rest.any()) or (not layout.dense and bool((words >> bits * (32 // bits)).any())):
+def _unpack(files: TensorFiles, name: str, lines: Tensor, layout: PackedLayout, count: int) -> Tensor:
+    """The `count` codes of each line of words [L, words], as uint8 [L, count]."""
+    bits = layout.bits
+    if layout.dense:
+        codes = unpack_words(lines, bits, 1)
+    else:  # every word is a line of its own
+        codes = unpack_words(lines.reshape(-1, 1), bits, 1).reshape(lines.shape[0], -1)
+    if bool(codes[:, count:].any()) or (not layout.dense and bool((lines >> bits * (32 // bits)).any())):
         raise CheckpointError(
             f"{name} has bits set after its {count} codes of {bits} bits, zeros were expected: "
             f"{files.file(name).name} is damaged or of another width, download it again"
         )
-    return codes.narrow(dim, 0, count)
+    return codes[:, :count]
