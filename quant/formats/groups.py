@@ -15,11 +15,10 @@ def solve_group_size(module: str, rows: int, groups: int, declared: DeclaredQuan
     K need not be a multiple: the last group may be short. Raises CheckpointError naming the module and both values when
     the declared size does not fit; without a declaration a power of two is preferred (at most one fits).
     """
-    if groups < 1 or rows < 1:
-        raise CheckpointError(
-            f"{module} has {rows} inputs and {groups} rows of scales, at least one of each was expected: "
-            "download the model again"
-        )
+    if rows < 1:
+        raise CheckpointError(f"{module} has no inputs, at least one was expected: download the model again")
+    if groups < 1:
+        raise CheckpointError(f"{module}.scales has no rows, one per group was expected: download the model again")
     size = declared.group_size if declared is not None else None
     if size is not None and declared is not None:
         size = rows if size == -1 else min(size, rows)
