@@ -34,7 +34,7 @@ ADVICE = re.compile(
     r"(: |, )(download|correct|use|do not use|convert|quantise|add|check|give|save|merge) |expected|allowed|supported"
 )
 
-# What a key's value is called in each format; `None` has no such key.
+# What a format calls these keys, where it has a name of its own for them.
 KEYS = {
     "gptq": {"symmetric": "sym", "act_order": "desc_act", "layout": "checkpoint_format"},
     "gptq symmetric": {"symmetric": "sym", "act_order": "desc_act", "layout": "checkpoint_format"},
