@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ from appliance.quant.declared import declared_quantization
 from appliance.quant.detect import detect_source
 from appliance.quant.formats.canonical import CanonicalSource, read_manifest
 from appliance.quant.formats.gguf import open_gguf
-from appliance.quant.formats.source import WeightSource
+from appliance.quant.formats.source import WeightSource, check_finite
 from appliance.quant.model_config import check_model_config
 from appliance.quant.model_folder import read_json, weight_files
 from appliance.quant.report import FormatReport
@@ -52,21 +54,26 @@ class Checkpoint:
 
         Raises CheckpointError naming the module when the model has none of that name, or it is damaged.
         """
-        if module in self._quantized:
+        if module not in self._quantized:
+            return self.tensor(f"{module}.weight")
+        with _naming(self.path):
             return self._source.quantized(module)
-        return self.tensor(f"{module}.weight")
 
     def tensor(self, name: str) -> Tensor:
         """A parameter in its stored dtype; a quantised weight comes dequantised, float32 [N, K].
 
-        Raises CheckpointError naming the tensor when there is none of that name.
+        Raises CheckpointError naming the tensor when there is none of that name, it is a weight of integers, or a norm
+        or bias that is not finite.
         """
-        if name in self._plain:
-            return self._source.tensor(name)
-        module = name.removesuffix(".weight")
-        if name == module or module not in self._quantized:
-            raise CheckpointError(f"{self.path} holds no tensor {name}, the model may be incomplete: download it again")
-        return self._source.quantized(module).dequantize()
+        with _naming(self.path):
+            if name in self._plain:
+                return _check_plain(self._source.tensor(name), name)
+            module = name.removesuffix(".weight")
+            if name == module or module not in self._quantized:
+                raise CheckpointError(
+                    f"{self.path} holds no tensor {name}, the model may be incomplete: download it again"
+                )
+            return self._source.quantized(module).dequantize()
 
     def close(self) -> None:
         """Lets the files go; tensors already handed out stay valid."""
@@ -80,10 +87,21 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     the format found and those supported. No code in the folder is ever run.
     """
     path = Path(path)
-    try:
+    with _naming(path):
         return _open(path)
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Lets every error name the model: a reader may only know the tensor."""
+    try:
+        yield
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read ({error.strerror}): check path and permissions") from error
+    except CheckpointError as error:
+        if str(path) in error.message or (path.suffix == ".gguf" and path.name in error.message):
+            raise
+        raise type(error)(f"{path}: {error.message}") from error
 
 
 def _open(path: Path) -> Checkpoint:
@@ -101,6 +119,17 @@ def _open(path: Path) -> Checkpoint:
     if manifest is not None:
         return _checkpoint(path, config, CanonicalSource(files, manifest))
     return _checkpoint(path, config, detect_source(files, declared_quantization(path, config)))
+
+
+def _check_plain(tensor: Tensor, name: str) -> Tensor:
+    """`tensor` as it is; norms and biases are read for NaN, matrices, which would take long, are not."""
+    if not name.endswith((".weight", ".bias")):
+        return tensor
+    if not tensor.is_floating_point():
+        raise CheckpointError(
+            f"tensor {name} is {tensor.dtype} without scales, 16- or 32-bit floats were expected: download it again"
+        )
+    return check_finite(tensor, name, "values") if tensor.ndim == 1 else tensor
 
 
 def _checkpoint(path: Path, config: dict[str, Any], source: WeightSource) -> Checkpoint:

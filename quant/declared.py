@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ class DeclaredQuantization:
     word_bits: of GPTQModel's `pack_dtype`. static_groups: act-order whose groups are in natural order all the same.
     excluded: of one module (`for_module`), that it is declared unquantised.
     overrides: some modules have settings of their own that `for_module` does not resolve.
+    raw: the object as it is, for formats with keys of their own.
     """
 
     file: str
@@ -52,6 +54,7 @@ class DeclaredQuantization:
     excluded: bool = False
     overrides: bool = False
     writer: str = ""
+    raw: Mapping[str, Any] = field(default_factory=dict)
     rules: tuple[DynamicRule, ...] = ()
 
     def for_module(self, module: str) -> DeclaredQuantization:
@@ -105,6 +108,7 @@ def _parse(file: str, raw: dict[str, Any]) -> DeclaredQuantization:
         static_groups=any(isinstance(place, dict) and place.get("static_groups") is True for place in (raw, meta)),
         overrides=bool(raw.get("extra_config")),
         writer=writer.lower(),
+        raw=raw,
         rules=_rules(file, raw),
         **_settings(file, raw),
     )

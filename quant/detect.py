@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-from appliance.errors import CheckpointError, UnsupportedModelError
+from appliance.errors import CheckpointError
 from appliance.quant.declared import DeclaredQuantization
 from appliance.quant.formats.awq import AwqSource, find_awq_layout
 from appliance.quant.formats.awq_layout import AwqLayout
 from appliance.quant.formats.canonical import MANIFEST_NAME
+from appliance.quant.formats.compressed_tensors import CompressedTensorsSource
 from appliance.quant.formats.gptq import GptqSource
 from appliance.quant.formats.marlin import MarlinSource
 from appliance.quant.formats.plain import PlainSource
 from appliance.quant.formats.source import WeightSource
+from appliance.quant.refusals import refuse_method, refuse_tensors
 from appliance.quant.tensor_files import TensorFiles
-
-_SUPPORTED = "supported are GPTQ, AWQ at 4 bits, GGUF, and unquantised safetensors"
-# Suffix of a tensor only that format writes.
-_OTHERS = {
-    ".weight_packed": "compressed-tensors",
-    ".q_weight": "EXL2",
-    ".trellis": "EXL3",
-    ".absmax": "bitsandbytes",
-    ".weight_scale_inv": "block-wise FP8",
-    ".weight_scale": "FP8 or compressed-tensors",
-}
 
 
 def detect_source(files: TensorFiles, declared: DeclaredQuantization | None) -> WeightSource:
@@ -30,15 +21,16 @@ def detect_source(files: TensorFiles, declared: DeclaredQuantization | None) -> 
 
     Raises UnsupportedModelError naming the format found, CheckpointError for contradictions.
     """
+    refuse_tensors(files)
     for name in files:
-        found = next((label for suffix, label in _OTHERS.items() if name.endswith(suffix)), None)
         if name.endswith(".codes"):
             raise CheckpointError(
                 f"{files.file(name).parent} is an incomplete copy of a converted model, {MANIFEST_NAME} is missing: "
                 "copy or convert it again"
             )
-        if found is not None:
-            raise UnsupportedModelError(f"the model is {found} (tensor {name}), {_SUPPORTED}: use one of these")
+    packed = [name.removesuffix(".weight_packed") for name in files if name.endswith(".weight_packed")]
+    if packed:
+        return CompressedTensorsSource(files, packed, declared)
     modules = [name.removesuffix(".qweight") for name in files if name.endswith(".qweight")]
     marlin = [name.removesuffix(".B") for name in files if name.endswith(".B") and f"{name[:-2]}.s" in files]
     if marlin and modules:
@@ -48,6 +40,7 @@ def detect_source(files: TensorFiles, declared: DeclaredQuantization | None) -> 
     if marlin:
         return MarlinSource(files, marlin, declared)
     if not modules:
+        refuse_method(declared)
         return PlainSource(files, declared)
     layouts = {module: _layout(files, module) for module in modules}
     first, layout = next(iter(layouts.items()))

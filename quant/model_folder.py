@@ -14,22 +14,39 @@ from appliance.errors import CheckpointError, UnsupportedModelError
 
 INDEX_NAME = "model.safetensors.index.json"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+_OTHERS = {
+    "*.onnx": "ONNX",
+    "onnx/*.onnx": "ONNX",
+    "openvino_model.xml": "OpenVINO",
+    "*.h5": "TensorFlow or Keras",
+    "*.msgpack": "Flax",
+}
 _MAX_JSON_BYTES = 64 << 20
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file. Raises CheckpointError naming the file for anything else."""
+    """The object in a JSON file. Raises CheckpointError naming the file for anything else, and for a key with
+    two values."""
     if not path.is_file():
         raise CheckpointError(f"{path.name} is missing from {path.parent}: download the model again")
     size = path.stat().st_size
     if size > _MAX_JSON_BYTES:
         raise CheckpointError(f"{path.name} has {size} bytes, more than the {_MAX_JSON_BYTES} allowed for JSON")
     try:
-        value = json.loads(path.read_bytes())
+        value = json.loads(path.read_bytes(), object_pairs_hook=_unambiguous)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not valid JSON ({error}): correct it or download it again") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} holds a JSON {type(value).__name__}, an object was expected: download it again")
+    return value
+
+
+def _unambiguous(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The object of `pairs`. Raises ValueError where a key is given twice with two values."""
+    value = dict(pairs)
+    for key, first in pairs:
+        if first is not value[key] and first != value[key]:
+            raise ValueError(f"{key!r} is given twice, as {str(first)[:80]!r} and as {str(value[key])[:80]!r}")
     return value
 
 
@@ -38,7 +55,8 @@ def weight_files(folder: Path) -> tuple[list[Path], dict[str, str] | None]:
 
     An index is preferred to stray single files, then model.safetensors, then the only *.safetensors there is, then the
     one that AutoGPTQ's quantize_config.json names.
-    Raises UnsupportedModelError for pickled weights, CheckpointError for none or several without an index.
+    Raises UnsupportedModelError for pickled weights and for models of other frameworks, CheckpointError for none or
+    several without an index.
     """
     indexes = sorted(folder.glob("*.safetensors.index.json"))
     if indexes:
@@ -60,8 +78,14 @@ def weight_files(folder: Path) -> tuple[list[Path], dict[str, str] | None]:
     if pickles:
         raise UnsupportedModelError(
             f"{folder} holds only pickled weights ({pickles[0]}), which can run code when loaded and are never opened: "
-            "convert the model to safetensors"
+            "convert the model to safetensors or use its GPTQ or AWQ checkpoint"
         )
+    for pattern, framework in _OTHERS.items():
+        for path in sorted(folder.glob(pattern)):
+            raise UnsupportedModelError(
+                f"{folder} holds the model as {framework} ({path.relative_to(folder)}), which is not served: "
+                "use the model's safetensors, plain or GPTQ or AWQ, or its GGUF"
+            )
     ggufs = sorted(path.name for path in folder.glob("*.gguf"))
     if ggufs:
         raise CheckpointError(f"{folder} holds no safetensors but {ggufs[0]}: give the path of the .gguf file itself")

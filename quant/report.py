@@ -4,16 +4,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-_LABELS = {"gptq": "GPTQ", "awq": "AWQ", "gguf": "GGUF", "safetensors": "safetensors"}
+_LABELS = {
+    "gptq": "GPTQ",
+    "awq": "AWQ",
+    "compressed-tensors": "compressed-tensors",
+    "gguf": "GGUF",
+    "safetensors": "safetensors",
+}
 
 
 @dataclass(frozen=True, slots=True)
 class FormatReport:
     """The format of a checkpoint and why it is believed to be that.
 
-    format: gptq, awq, gguf, safetensors (not quantised) or canonical (the appliance's own folder).
-    variant: the format's own word: v1 or v2 zero points (gptq), gemm, gemv... (awq), Q4_1 or Q4_K+Q6_K (gguf: the types
-        of its layers, that of most weights first), the dtype (safetensors), the source's description (canonical).
+    format: gptq, awq, compressed-tensors, gguf, safetensors (not quantised) or canonical (the appliance's own folder).
+    variant: the format's own word: v1 or v2 zero points (gptq), gemm, gemv... (awq), pack-quantized
+        (compressed-tensors), Q4_1 or Q4_K+Q6_K (gguf: the types of its layers, that of most weights first), the dtype
+        (safetensors), the source's description (canonical).
     bits: bits of a code; 0 when nothing is quantised.
     group_size: rows of K that share a scale; 0 when nothing is quantised, -1 for one group over all of K.
     symmetric: every zero point is the middle code; None where nothing is quantised.

@@ -69,13 +69,18 @@ class TensorFiles:
 
     def dtype(self, name: str) -> torch.dtype:
         """Raises UnsupportedModelError naming the tensor for a dtype that is not served (8-bit floats)."""
-        found = self._handle(name).get_slice(name).get_dtype()
+        found = self.stored_dtype(name)
         if found not in _DTYPES:
             raise UnsupportedModelError(
                 f"tensor {name} in {self._files[name].name} has dtype {found}, which is not served: "
                 "use a checkpoint with 16- or 32-bit floats, GPTQ, AWQ or GGUF"
             )
         return _DTYPES[found]
+
+    def stored_dtype(self, name: str) -> str:
+        """The file's own word for the dtype of `name`, served or not: F8_E4M3, U32..."""
+        dtype: str = self._handle(name).get_slice(name).get_dtype()
+        return dtype
 
     def tensor(self, name: str) -> Tensor:
         """Raises CheckpointError when there is no such tensor."""

@@ -2,8 +2,8 @@
 
     W[k, n] = scales[g(k), n] * codes[k, n] + offsets[g(k), n]        g(k) = k // group_size
 
-GPTQ, AWQ and GGUF are all instances. With fp16 scales the products are exact in fp32, so this form equals the packers'
-own `s * (q - z)` bit for bit.
+GPTQ, AWQ, compressed-tensors and GGUF are all instances. With fp16 or bf16 scales the products are exact in fp32, so
+this form equals the packers' own `s * (q - z)` bit for bit.
 """
 
 from __future__ import annotations

@@ -21,14 +21,35 @@ MODELS: dict[str, Callable[[ConfigFields], ModelConfig]] = {
     "Qwen3ForCausalLM": qwen3,
 }
 
+# Architectures that exist only as Python code in a model's folder: what they are, what to use, its architecture.
+REMOTE_CODE: dict[str, tuple[str, str, str]] = {
+    "QWenLMHeadModel": ("Qwen 1", "Qwen2.5 or Qwen3", "Qwen3ForCausalLM"),
+    "ChatGLMModel": ("ChatGLM 1 to 3", "Qwen3", "Qwen3ForCausalLM"),
+    "ChatGLMForConditionalGeneration": ("ChatGLM 1 to 3", "Qwen3", "Qwen3ForCausalLM"),
+    "BaichuanForCausalLM": ("Baichuan 1 and 2", "Baichuan-M2", "Qwen2ForCausalLM"),
+    "BaiChuanForCausalLM": ("Baichuan 1", "Baichuan-M2", "Qwen2ForCausalLM"),
+}
+
 
 def architecture_of(config: Mapping[str, Any]) -> str:
-    """The architecture config.json names. Raises UnsupportedModelError with the list of known ones."""
+    """The architecture config.json names. Raises UnsupportedModelError with what to use instead."""
     found = config.get("architectures")
-    for name in found if isinstance(found, list) else []:
+    names = [str(name) for name in found] if isinstance(found, list) else []
+    for name in names:
         if name in MODELS:
-            return str(name)
-    shown = ", ".join(map(str, found)) if isinstance(found, list) and found else repr(found)
+            return name
+        if name in REMOTE_CODE:
+            model, successor, _ = REMOTE_CODE[name]
+            raise UnsupportedModelError(
+                f"The architecture {name} ({model}) is Python code in the model's folder, which is never run: "
+                f"use {successor}."
+            )
+    shown = ", ".join(names) or repr(found)
+    if config.get("auto_map"):
+        raise UnsupportedModelError(
+            f"The architecture {shown} is Python code in the model's folder (auto_map), which is never run: "
+            f"use a model of {', '.join(sorted(MODELS))}."
+        )
     raise UnsupportedModelError(f"The architecture {shown} is not served: known are {', '.join(sorted(MODELS))}.")
 
 

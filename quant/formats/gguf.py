@@ -18,6 +18,7 @@ from torch import Tensor
 
 from appliance.errors import CheckpointError, UnsupportedModelError
 from appliance.quant.formats.gguf_blocks import BLOCK_TYPES, read_blocks
+from appliance.quant.formats.gguf_layout import check_layout
 from appliance.quant.formats.gguf_metadata import config_from_metadata, hugging_face_name
 from appliance.quant.formats.gguf_rope import ROPE_FACTORS
 from appliance.quant.model_config import check_model_config
@@ -81,6 +82,7 @@ def open_gguf(path: Path) -> tuple[GgufSource, dict[str, Any]]:
     Raises CheckpointError for a damaged file, UnsupportedModelError naming a tensor type or architecture not served.
     """
     reader = _read(path)
+    check_layout(path, reader)
     tensors = {tensor.name: tensor for tensor in reader.tensors}
 
     def metadata(key: str) -> Any:

@@ -126,7 +126,9 @@ def config_from_metadata(
         "eos_token_id": read("tokenizer.ggml.eos_token_id"),
     }
     if config["rms_norm_eps"] is None:
-        raise CheckpointError(f"GGUF metadata {architecture}.attention.layer_norm_rms_epsilon is missing")
+        raise CheckpointError(
+            f"GGUF metadata {architecture}.attention.layer_norm_rms_epsilon is missing, a number was expected"
+        )
     scaling = rope_scaling(lambda key: optional(f"rope.scaling.{key}"), rope_factors, theta, head_dim)
     if scaling is not None:
         config["rope_scaling"] = scaling

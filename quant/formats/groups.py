@@ -15,6 +15,8 @@ def solve_group_size(module: str, rows: int, groups: int, declared: DeclaredQuan
     K need not be a multiple: the last group may be short. Raises CheckpointError naming the module and both values when
     the declared size does not fit; without a declaration a power of two is preferred (at most one fits).
     """
+    if rows < 1:
+        raise CheckpointError(f"{module} has no inputs, at least one was expected: download the model again")
     if groups < 1:
         raise CheckpointError(
             f"the scales of {module} have no rows, one per group was expected: download the model again"

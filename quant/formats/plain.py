@@ -10,27 +10,22 @@ from torch import Tensor
 
 from appliance.errors import CheckpointError, UnsupportedModelError
 from appliance.quant.declared import DeclaredQuantization
+from appliance.quant.formats.compressed_tensors_config import read_compressed_config
 from appliance.quant.report import FormatReport
 from appliance.quant.tensor_files import TensorFiles
 from appliance.quant.weight import QuantizedWeight
 
 _FLOATS = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
-_PACKED_METHODS = ("gptq", "awq", "auto-round", "intel/auto-round")
 
 
 class PlainSource:
-    """Reads plain tensors. Raises UnsupportedModelError for weights of other dtypes or other declared methods."""
+    """Reads plain tensors. Raises UnsupportedModelError for other dtypes, CheckpointError where weights are packed."""
 
     def __init__(self, files: TensorFiles, declared: DeclaredQuantization | None) -> None:
-        if declared is not None and declared.method not in (None, *_PACKED_METHODS):
-            raise UnsupportedModelError(
-                f"{declared.file} says quant_method {declared.method}, which is not served: "
-                "use GPTQ, AWQ, GGUF or unquantised safetensors"
-            )
-        if declared is not None and (declared.method is not None or declared.bits is not None):
+        if declared is not None and _says_packed(declared):
             raise CheckpointError(
                 f"{declared.file} says quant_method {declared.method}, {declared.bits} bits, but no tensor ends in "
-                ".qweight: correct the configuration or download the model again"
+                ".qweight or .weight_packed: correct the configuration or download the model again"
             )
         self._files = files
         sizes = Counter[torch.dtype]()
@@ -70,3 +65,10 @@ class PlainSource:
 
     def close(self) -> None:
         self._files.close()
+
+
+def _says_packed(declared: DeclaredQuantization) -> bool:
+    """Whether some weight is declared as packed: compressed-tensors may name none, only a quantised KV cache."""
+    if "config_groups" in declared.raw:
+        return bool(read_compressed_config(declared.file, declared.raw).schemes)
+    return declared.method not in (None, "compressed-tensors") or declared.bits is not None

@@ -46,10 +46,12 @@ def from_zeros(
     )
 
 
-def check_finite(tensor: Tensor, name: str) -> Tensor:
-    """`tensor` as it is. Raises CheckpointError naming it when it holds NaN or infinity."""
+def check_finite(tensor: Tensor, name: str, what: str = "scales") -> Tensor:
+    """`tensor` as it is. Raises CheckpointError naming it when it is not of floats or holds NaN or infinity."""
+    if not tensor.is_floating_point():
+        raise CheckpointError(f"tensor {name} is {tensor.dtype}, {what} of floats are needed: download it again")
     if not bool(torch.isfinite(tensor).all()):
-        raise CheckpointError(f"tensor {name} holds NaN or infinite scales, finite ones are needed: download it again")
+        raise CheckpointError(f"tensor {name} holds NaN or infinite {what}, finite ones are needed: download it again")
     return tensor
 
 

@@ -13,7 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from appliance.errors import CheckpointError, UnsupportedModelError
 from appliance.models.cache_group import CacheGroup, CacheKind
 from appliance.models.config import ModelConfig
-from appliance.models.registry import MODELS, architecture_of, read_model_config
+from appliance.models.registry import MODELS, REMOTE_CODE, architecture_of, read_model_config
 from appliance.models.rope import RotaryTable
 
 SHAPE: dict[str, Any] = {
@@ -30,6 +30,26 @@ SHAPE: dict[str, Any] = {
 def test_unknown_architecture_lists_known_ones() -> None:
     with pytest.raises(UnsupportedModelError, match=r"GPT2LMHeadModel is not served: known are .*LlamaForCausalLM"):
         architecture_of({"architectures": ["GPT2LMHeadModel"]})
+    with pytest.raises(UnsupportedModelError, match=r"The architecture \[\] is not served"):
+        architecture_of({"architectures": [[]]})
+
+
+@pytest.mark.parametrize("name", REMOTE_CODE)
+def test_an_architecture_of_remote_code_is_refused_with_a_successor_that_is_served(name: str) -> None:
+    model, successor, architecture = REMOTE_CODE[name]
+    with pytest.raises(UnsupportedModelError) as raised:
+        architecture_of({"architectures": [name], "auto_map": {"AutoModel": "modeling.Model"}})
+    assert f"{name} ({model})" in raised.value.message
+    assert f"never run: use {successor}." in raised.value.message
+    assert architecture in MODELS
+    assert name not in MODELS
+
+
+def test_code_in_the_folder_is_refused_where_the_architecture_is_unknown_and_ignored_where_it_is_known() -> None:
+    auto_map = {"AutoModelForCausalLM": "modeling_new.NewForCausalLM"}
+    with pytest.raises(UnsupportedModelError, match=r"NewForCausalLM is Python code .*never run: use a model of Llama"):
+        architecture_of({"architectures": ["NewForCausalLM"], "auto_map": auto_map})
+    assert architecture_of({"architectures": ["LlamaForCausalLM"], "auto_map": auto_map}) == "LlamaForCausalLM"
 
 
 @pytest.mark.parametrize(

@@ -107,14 +107,7 @@ def test_awq_without_zero_points_is_symmetric(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("tensors", "quantization", "said"),
     [
-        ({f"{MODULE}.weight_packed": int32(8, 8)}, None, "compressed-tensors"),
-        ({f"{MODULE}.q_weight": int32(8, 8)}, None, "EXL2"),
-        ({f"{MODULE}.trellis": int32(8, 8)}, None, "EXL3"),
-        ({f"{MODULE}.weight": HALF, f"{MODULE}.weight.absmax": HALF.clone()}, None, "bitsandbytes"),
-        ({f"{MODULE}.weight": HALF, f"{MODULE}.weight_scale_inv": HALF.clone()}, None, "FP8"),
-        ({f"{MODULE}.weight": HALF.to(torch.float8_e4m3fn)}, None, "dtype F8_E4M3"),
         ({f"{MODULE}.weight": int32(8, 8)}, None, "dtype torch.int32 and no known quantisation"),
-        ({f"{MODULE}.weight": HALF}, {"quant_method": "hqq"}, "quant_method hqq"),
         ({f"{MODULE}.qweight": int32(8, 128), f"{MODULE}.scales": HALF}, None, "AWQ's marlin layout"),
         (
             {f"{MODULE}.qweight": int32(8, 64), f"{MODULE}.scales": HALF, f"{MODULE}.qzeros": int32(4, 8)},
