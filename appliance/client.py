@@ -116,6 +116,8 @@ class ModelInfo:
     vocab_size: int
     num_kv_blocks: int
     block_size: int
+    num_contexts: int
+    """Requests of max_model_len tokens that the KV pool holds at once."""
     has_chat_template: bool
     memory: MemoryUse = MemoryUse()
     warnings: tuple[str, ...] = ()

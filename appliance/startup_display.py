@@ -11,8 +11,11 @@ from appliance.settings import Settings
 
 def ready_text(info: ModelInfo, settings: Settings, port: int) -> str:
     """What is served, where and with what: the block printed once requests are answered."""
-    contexts = info.num_kv_blocks * info.block_size // info.max_model_len
-    room = f"{contexts} contexts of that length fit" if contexts != 1 else "one context of that length fits"
+    room = (
+        f"{info.num_contexts} contexts of that length fit"
+        if info.num_contexts != 1
+        else "one context of that length fits"
+    )
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(settings.host, settings.host)
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     rows = {

@@ -83,7 +83,7 @@ def measure(*, seed: int = 0, count: int = 200, pool_tokens: int = 16 * LONGEST,
         output = scheduler.schedule()
         # Before `commit`, which frees what has ended: the step's own tokens are in the pool while it runs.
         in_step = {chunk.request: chunk.num_tokens for chunk in output.scheduled}
-        holders = [request for request in requests if request.block_table]
+        holders = [request for request in requests if request.block_tables]
         num_slots = (manager.num_blocks - manager.num_free_blocks) * block_size
         num_tokens = sum(request.num_computed_tokens + in_step.get(request, 0) for request in holders)
         allocated += num_slots

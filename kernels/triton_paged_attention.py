@@ -45,7 +45,7 @@ def _attend(
     """Rows q [BLOCK_M, DIMS] at `positions` over cached tokens [start, stop): unnormalised sums, maxima, weights.
 
     `scale` includes log2(e). A row sees tokens up to its position, the last `window` of them unless window is 0. Slots
-    at or beyond `stop` are not read: they may hold NaN.
+    before `start` and from `stop` on are not read: they may hold NaN, or have no block any more.
     """
     dims = tl.arange(0, DIMS)
     in_head = dims < HEAD_DIM
@@ -107,7 +107,7 @@ def paged_decode_kernel(
     head = tl.program_id(1)
     split = tl.program_id(2)
     seq_len = tl.load(seq_lens_ptr + request)
-    start = tl.where(window > 0, tl.maximum(seq_len - window, 0) // TOKENS * TOKENS, 0)
+    start = tl.where(window > 0, tl.maximum(seq_len - window, 0), 0)
     length = tl.cdiv(tl.cdiv(seq_len - start, TOKENS), NUM_SPLITS) * TOKENS
     start += split * length
     stop = tl.minimum(start + length, seq_len)
@@ -218,7 +218,7 @@ def paged_prefill_kernel(
         positions = seq_len - query_len + tokens
         last = tl.minimum(seq_len - query_len + first_token + BLOCK_M // QUERIES, seq_len)
         first_seen = tl.maximum(seq_len - query_len + first_token - window + 1, 0)
-        start = tl.where(window > 0, first_seen // TOKENS * TOKENS, 0)
+        start = tl.where(window > 0, first_seen, 0)
         columns = (head * GROUP + in_group)[:, None] * HEAD_DIM + dims[None, :]
         q = tl.load(q_ptr + (first_row + tokens)[:, None] * stride_q + columns, mask=mask, other=0.0)
         sums, _, weight = _attend(

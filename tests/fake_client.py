@@ -182,6 +182,7 @@ class FakeEngineClient:
             vocab_size=VOCAB_SIZE,
             num_kv_blocks=num_kv_blocks,
             block_size=BLOCK_SIZE,
+            num_contexts=2,
             has_chat_template=has_chat_template,
             default_sampling=default_sampling or {},
         )

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from appliance.client import EngineStats, FinishReason, ModelInfo, Priority, TokenLogprobs
 from appliance.config import EngineConfig
+from appliance.engine.block_manager import most_blocks
 from appliance.engine.logprobs import token_logprobs
 from appliance.engine.model_runner import ModelRunner
 from appliance.engine.request import Request, StepOutput
@@ -38,6 +39,7 @@ class EngineCore:
                 enable_prefix_caching=config.enable_prefix_caching,
                 content_digest=loaded.content_digest,
                 eos_token_ids=frozenset(eos),
+                windows=runner.windows,
             )
         )
         self.sampler = Sampler(loaded.vocab_size)
@@ -55,6 +57,8 @@ class EngineCore:
             vocab_size=loaded.vocab_size,
             num_kv_blocks=layout.num_blocks,
             block_size=layout.block_size,
+            num_contexts=layout.num_blocks
+            // most_blocks(runner.windows, layout.block_size, runner.plan.max_model_len, config.max_num_batched_tokens),
             has_chat_template=False,
             memory=loaded.memory,
             warnings=loaded.warnings,

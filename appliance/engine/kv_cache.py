@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from appliance.config import EngineConfig
+from appliance.engine.block_manager import longest_request
 from appliance.errors import UsageError
 from appliance.kernels.backend import PagedLayout
 from appliance.models.config import ModelConfig
@@ -32,8 +33,8 @@ class CachePlan:
 
 
 def bytes_per_block(model: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
-    """Bytes of one block over all layers, keys and values."""
-    return 2 * model.num_layers * model.num_kv_heads * block_size * model.head_dim * dtype.itemsize
+    """Bytes of one block, keys and values of all layers of a group."""
+    return 2 * len(model.paged_groups[0].layers) * model.num_kv_heads * block_size * model.head_dim * dtype.itemsize
 
 
 def step_bytes(model: ModelConfig, config: EngineConfig, vocab_size: int, dtype: torch.dtype) -> int:
@@ -71,7 +72,9 @@ def plan_cache(
             "memory are free: give it at least one block and at most what is free (--kv-cache-memory)."
         )
     wish = config.max_model_len or model.max_position
-    max_model_len = min(wish, model.max_position, num_blocks * config.block_size)
+    windows = [group.window for group in model.paged_groups]
+    longest = longest_request(windows, config.block_size, num_blocks, config.max_num_batched_tokens)
+    max_model_len = min(wish, model.max_position, longest)
     warnings = []
     if max_model_len < wish:
         limit = f"what the KV cache of {num_blocks} blocks holds (--kv-cache-memory makes it larger)"
@@ -82,12 +85,12 @@ def plan_cache(
     return CachePlan(layout, max_model_len, tuple(warnings))
 
 
-def allocate_cache(layout: PagedLayout, num_layers: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """[num_layers, 2, num_blocks, num_kv_heads, block_size, head_dim] of zeros.
+def allocate_cache(layout: PagedLayout, group_size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """[layers of a group, 2, num_blocks, num_kv_heads, block_size, head_dim] of zeros.
 
     On a CPU only what is written takes memory.
     """
-    shape = (num_layers, 2, layout.num_blocks, layout.num_kv_heads, layout.block_size, layout.head_dim)
+    shape = (group_size, 2, layout.num_blocks, layout.num_kv_heads, layout.block_size, layout.head_dim)
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     # Anonymous pages are zero when first touched, so masked slots never hold NaN. Small pages: a fresh block touches

@@ -105,7 +105,8 @@ class ModelRunner:
             free = memory.available()
             pool_bytes = pool_bytes_on_cpu(free)
         self.plan: CachePlan = plan_cache(config, model_config, dtype, free, pool_bytes)
-        self.cache = allocate_cache(self.plan.layout, model_config.num_layers, dtype, device)
+        self.windows = tuple(group.window for group in model_config.paged_groups)
+        self.cache = allocate_cache(self.plan.layout, len(model_config.paged_groups[0].layers), dtype, device)
         card = f" ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else ""
         self.loaded = LoadedModel(
             architecture=architecture,
@@ -144,10 +145,11 @@ class ModelRunner:
     def _execute(self, batches: Sequence[InputBatch], layout: PagedLayout, cache: Tensor) -> Tensor:
         hidden = []
         for batch in (batch.to(self.backend.device) for batch in batches):
-            attention = self.backend.attention(
-                layout, batch.slot_mapping, batch.query_start_loc, batch.seq_lens, batch.block_tables, batch.num_decode
-            )
-            hidden.append(self.model.hidden(batch.input_ids, batch.positions, attention, cache, batch.logits_rows))
+            attentions = [
+                self.backend.attention(layout, slots, batch.query_start_loc, batch.seq_lens, tables, batch.num_decode)
+                for slots, tables in zip(batch.slot_mappings, batch.block_tables, strict=True)
+            ]
+            hidden.append(self.model.hidden(batch.input_ids, batch.positions, attentions, cache, batch.logits_rows))
         return self.model.logits(torch.cat(hidden) if len(hidden) > 1 else hidden[0])
 
     def _run_largest_step(
@@ -157,9 +159,19 @@ class ModelRunner:
         tokens, block_size = min(config.max_num_batched_tokens, model_config.max_position), config.block_size
         blocks = -(-tokens // block_size)
         layout = PagedLayout(blocks, model_config.num_kv_heads, block_size, model_config.head_dim)
-        cache = allocate_cache(layout, model_config.num_layers, dtype, self.backend.device)
+        groups = model_config.paged_groups
+        cache = allocate_cache(layout, len(groups[0].layers), dtype, self.backend.device)
         rows = torch.arange(tokens)
-        batch = InputBatch(torch.zeros_like(rows), rows, rows, [0, tokens], [tokens], [list(range(blocks))], 0, rows)
+        batch = InputBatch(
+            input_ids=torch.zeros_like(rows),
+            positions=rows,
+            slot_mappings=[rows] * len(groups),
+            query_start_loc=[0, tokens],
+            seq_lens=[tokens],
+            block_tables=[[list(range(blocks))]] * len(groups),
+            num_decode=0,
+            logits_rows=rows,
+        )
         logits = self._execute([batch], layout, cache)[: config.max_num_seqs]
         row = SamplingRow(SamplingParams(temperature=1.0, top_p=0.9), 0, 0, (), (), ())
         Sampler(vocab_size)(logits, [row] * len(logits))

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 
 from appliance.client import FinishReason, Priority, TokenLogprobs
-from appliance.engine.block_manager import BlockManager
+from appliance.engine.block_manager import BlockManager, held_blocks, longest_request, most_blocks
 from appliance.engine.request import Request, RequestStatus, StepOutput
 from appliance.errors import CapacityError, ContextLengthError, QueueFullError
 
@@ -36,6 +36,8 @@ class SchedulerConfig:
     content_digest: bytes
     """Stands for all that changes KV besides the tokens: weights, configuration, KV dtype, adapter."""
     eos_token_ids: frozenset[int]
+    windows: tuple[int | None, ...] = (None,)
+    """Of each group of layers with a block table of its own; None for full attention."""
     initial_answer_tokens: int = 128
     """Expected length of an answer until enough have been seen."""
 
@@ -131,6 +133,10 @@ class Scheduler:
             config.block_size,
             enable_prefix_caching=config.enable_prefix_caching,
             content_digest=config.content_digest,
+            windows=config.windows,
+        )
+        self._longest = longest_request(
+            config.windows, config.block_size, config.num_blocks, config.max_num_batched_tokens
         )
         self.totals = SchedulerTotals()
         self._answers = {priority: AnswerLengths(config.initial_answer_tokens) for priority in Priority}
@@ -165,7 +171,7 @@ class Scheduler:
         num_prompt, wish = request.num_prompt_tokens, request.params.max_tokens
         if num_prompt >= config.max_model_len:
             raise ContextLengthError(num_prompt, 1 if wish is None else wish, config.max_model_len)
-        num_needed = manager.blocks_for(num_prompt)
+        num_needed = most_blocks(config.windows, config.block_size, num_prompt, config.max_num_batched_tokens)
         if num_needed > manager.num_blocks:
             raise CapacityError(
                 f"the prompt of {num_prompt} tokens needs {num_needed} KV blocks of {config.block_size} tokens, but "
@@ -175,7 +181,7 @@ class Scheduler:
             raise QueueFullError(
                 f"{len(self._waiting)} requests are waiting and the queue holds {config.max_waiting}: try again later"
             )
-        room = min(config.max_model_len, manager.num_blocks * config.block_size + 1) - num_prompt
+        room = min(config.max_model_len, self._longest + 1) - num_prompt
         request.max_tokens = room if wish is None else min(wish, room)
         request.arrival = self._num_arrivals
         self._num_arrivals += 1
@@ -253,7 +259,7 @@ class Scheduler:
         """Assert that blocks and requests agree. Costs O(pool): for tests and for idle moments."""
         assert len(self._live) == len(self._running) + len(self._waiting)
         for request in self._waiting:
-            assert not request.block_table, f"{request.request_id} waits with {len(request.block_table)} blocks"
+            assert not request.block_tables, f"{request.request_id} waits with {request.block_tables}"
             assert request.num_computed_tokens == 0, f"{request.request_id} waits with computed tokens"
         self.block_manager.check_integrity(self._running)
 
@@ -292,7 +298,7 @@ class Scheduler:
         if not self._waiting:
             return
         manager = self.block_manager
-        num_promised = sum(self._num_missing_blocks(request) for request in self._running)
+        num_promised = sum(self._num_missing_blocks(r, r.block_tables) for r in self._running)
         index = 0
         while index < len(self._waiting) and step.budget and len(self._running) < self.config.max_num_seqs:
             request = self._waiting[index]
@@ -300,7 +306,7 @@ class Scheduler:
                 index += 1
                 continue
             prefix = manager.match_prefix(request)
-            num_needed = self._num_missing_blocks(request) - len(prefix) + manager.num_unreferenced(prefix)
+            num_needed = self._num_missing_blocks(request, prefix) + manager.num_unreferenced(prefix)
             if num_needed > manager.num_free_blocks - num_promised:
                 return
             del self._waiting[index]
@@ -309,11 +315,11 @@ class Scheduler:
             has_grown = manager.grow(request, num_tokens)
             assert has_grown, f"{request.request_id} was admitted without room for {num_tokens} tokens"
             step.add(request, num_tokens)
-            num_promised += self._num_missing_blocks(request)
+            num_promised += self._num_missing_blocks(request, request.block_tables)
 
-    def _start(self, request: Request, prefix: Sequence[int]) -> None:
+    def _start(self, request: Request, prefix: Sequence[Sequence[int]]) -> None:
         self.block_manager.allocate(request, prefix)
-        request.num_computed_tokens = len(prefix) * self.config.block_size
+        request.num_computed_tokens = len(prefix[0]) * self.config.block_size
         request.status = RequestStatus.RUNNING
         insort(self._running, request, key=attrgetter("rank"))
         if request.num_preemptions == 0:
@@ -334,11 +340,14 @@ class Scheduler:
             for other in self._running
         )
 
-    def _num_missing_blocks(self, request: Request) -> int:
-        """Blocks the request is expected to take yet: for all its tokens, and for an answer of the usual length."""
+    def _num_missing_blocks(self, request: Request, tables: Sequence[Sequence[int]]) -> int:
+        """Blocks the request, with `tables`, is expected to take yet: for all its tokens and a usual answer's."""
+        config = self.config
         num_answer = min(self._answers[request.priority].estimate, request.max_tokens)
         num_expected = max(request.num_tokens, request.num_prompt_tokens + num_answer - 1)
-        return max(0, self.block_manager.blocks_for(num_expected) - len(request.block_table))
+        chunk = min(max(request.num_uncomputed_tokens, 1), config.max_num_batched_tokens)
+        num_needed = most_blocks(config.windows, config.block_size, num_expected, chunk)
+        return max(0, num_needed - sum(1 for _ in held_blocks(tables)))
 
     def _append(self, request: Request, candidates: Sequence[int]) -> tuple[FinishReason | None, int | None]:
         """Append tokens up to the first that ends the answer; return why it ended, and the stop token if one did it."""

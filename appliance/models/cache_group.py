@@ -1,7 +1,7 @@
 """Which keys and values a layer needs: all of a request's, or those of a window. Owned by the model's declaration.
 
-In this version all groups share one block table, so blocks that fell out of every window stay until the request ends;
-only attention looks at the window.
+Groups are made equal in size (`even_groups`), so that a block of one takes as many bytes as a block of another and all
+can draw on one pool: layer number `i` of each group keeps its keys and values in the i-th part of the cache.
 """
 
 from __future__ import annotations
@@ -39,6 +39,16 @@ def group_layers(windows: Sequence[int | None]) -> tuple[CacheGroup, ...]:
     return tuple(
         CacheGroup(tuple(layer for layer, other in enumerate(windows) if other == window), window)
         for window in dict.fromkeys(windows)
+    )
+
+
+def even_groups(groups: Sequence[CacheGroup]) -> tuple[CacheGroup, ...]:
+    """The same layers in groups of at most as many as the smallest has: the last of a kind may have fewer."""
+    size = min(len(group.layers) for group in groups)
+    return tuple(
+        CacheGroup(group.layers[start : start + size], group.window)
+        for group in groups
+        for start in range(0, len(group.layers), size)
     )
 
 

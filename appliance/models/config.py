@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from appliance.errors import CheckpointError, UnsupportedModelError
-from appliance.models.cache_group import CacheGroup, group_layers
+from appliance.models.cache_group import CacheGroup, even_groups, group_layers
 from appliance.models.config_fields import ConfigFields
 from appliance.models.rope_config import RopeConfig, YarnScaling, read_rope
 
@@ -35,10 +35,9 @@ class ModelConfig:
     """Together they name every layer once."""
 
     @property
-    def windows(self) -> tuple[int | None, ...]:
-        """Sliding window of each layer; None is full attention."""
-        by_layer = {layer: group.window for group in self.cache_groups for layer in group.layers}
-        return tuple(by_layer[layer] for layer in range(self.num_layers))
+    def paged_groups(self) -> tuple[CacheGroup, ...]:
+        """The groups that have a block table each, equal in size but for the last of each kind."""
+        return even_groups(self.cache_groups)
 
 
 def num_layers(fields: ConfigFields) -> int:

@@ -7,7 +7,7 @@ self_attn.{q,k}_norm, post_attention_layernorm, mlp.{gate,up,down}_proj}, model.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -83,7 +83,15 @@ class DecoderModel:
         self.backend = backend
         self.embed = weights.embedding("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
         self.layers: list[DecoderLayer] = []
-        for index, window in enumerate(config.windows):
+        places = {
+            layer: (group, part)
+            for group, layers in enumerate(config.paged_groups)
+            for part, layer in enumerate(layers.layers)
+        }
+        self.places = [places[index] for index in range(config.num_layers)]
+        """Of each layer: its group, whose block tables it has, and the part of the cache it keeps its KV in."""
+        for index, (group, _) in enumerate(self.places):
+            window = config.paged_groups[group].window
             self.layers.append(DecoderLayer(config, weights, backend, f"model.layers.{index}", window))
             progress((index + 1) / config.num_layers)
         self.norm = weights.norm("model.norm.weight", config.hidden_size)
@@ -93,16 +101,19 @@ class DecoderModel:
         self.rotary = RotaryTable(config.rope, config.head_dim, config.max_position, dtype, backend.device)
 
     @torch.inference_mode()
-    def hidden(self, input_ids: Tensor, positions: Tensor, attention: Attention, cache: Tensor, rows: Tensor) -> Tensor:
+    def hidden(
+        self, input_ids: Tensor, positions: Tensor, attentions: Sequence[Attention], cache: Tensor, rows: Tensor
+    ) -> Tensor:
         """Normed hidden states [R, hidden_size] of `rows` [R]; keys and values of all T rows are written.
 
-        input_ids, positions: [T] int64; cache: [num_layers, 2, num_blocks, num_kv_heads, block_size, head_dim].
+        input_ids, positions: [T] int64; attentions: one a group; cache: [layers of a group, 2, num_blocks,
+        num_kv_heads, block_size, head_dim].
         """
         cos, sin = self.rotary.at(positions)
         x = F.embedding(input_ids, self.embed)
         delta: Tensor | None = None
-        for layer, layer_cache in zip(self.layers, cache, strict=True):
-            delta = layer(x, delta, cos, sin, attention, layer_cache)
+        for layer, (group, part) in zip(self.layers, self.places, strict=True):
+            delta = layer(x, delta, cos, sin, attentions[group], cache[part])
         assert delta is not None, "a model has layers"
         last, residual = delta.index_select(0, rows), x.index_select(0, rows)
         return self.backend.rms_norm(last, self.norm, self.config.rms_norm_eps, residual)

@@ -47,6 +47,7 @@ class EchoCore:
             vocab_size=VOCAB_SIZE,
             num_kv_blocks=64,
             block_size=16,
+            num_contexts=2,
             has_chat_template=False,
         )
         self._requests: dict[str, tuple[list[int], SamplingParams, int]] = {}

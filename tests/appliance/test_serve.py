@@ -41,6 +41,7 @@ INFO = ModelInfo(
     vocab_size=10,
     num_kv_blocks=187,
     block_size=16,
+    num_contexts=2,
     has_chat_template=True,
     memory=MemoryUse(24 << 30, others=3 << 30, weights=235 << 20, kv_cache=4 << 30, held=612 << 20),
     warnings=("odd scales",),

@@ -57,7 +57,7 @@ def run(runner: ModelRunner, tokens: list[list[int]], as_decode: bool) -> list[T
     requests = []
     for i, ids in enumerate(tokens):
         request = Request(str(i), ids, SamplingParams(), seed=0)
-        request.block_table.extend(range(i * BLOCKS, (i + 1) * BLOCKS))
+        request.block_tables = [list(range(i * BLOCKS, (i + 1) * BLOCKS))]
         requests.append(request)
     rows: list[list[Tensor]] = [[] for _ in tokens]
     while live := [r for r in requests if r.num_uncomputed_tokens]:

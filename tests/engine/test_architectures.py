@@ -77,10 +77,21 @@ def test_cached_equals_cold(case: Case) -> None:
 
 
 def test_preempted_equals_undisturbed(case: Case) -> None:
-    core = load(case.folder, num_kv_blocks=9)
+    core = load(case.folder, num_kv_blocks=9 * len(load(case.folder).runner.windows))
     ask(core, [[7, 8]] * 64, SamplingParams(temperature=0.0, max_tokens=1))  # teaches admission to expect short answers
     assert ask(core, case.prompts) == case.answers
     assert core.stats().preemptions > 0
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_an_answer_within_a_window_outgrows_the_pool(tmp_path: Path, device: str) -> None:
+    """Blocks that a window of 24 has left behind serve again: 5 blocks hold 80 tokens, the request has more."""
+    model = save_tiny(tmp_path, "mistral", sliding_window=WINDOW)
+    prompt, count = list(range(3, 63)), 80 if device == "cpu" else 30
+    core = load(tmp_path, device=device, num_kv_blocks=5, max_num_batched_tokens=16)
+    assert core.model_info.max_model_len == 256
+    params = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True)
+    assert ask(core, [prompt], params) == [greedy(model, prompt, count)]
 
 
 def test_overflow_of_half_precision_is_no_row_of_exclamation_marks(tmp_path: Path) -> None:

@@ -7,7 +7,14 @@ from hashlib import sha256
 
 import pytest
 
-from appliance.engine.block_manager import BlockManager
+from appliance.engine.block_manager import (
+    MAX_TOKENS,
+    RELEASED,
+    BlockManager,
+    held_blocks,
+    longest_request,
+    most_blocks,
+)
 from appliance.engine.request import Request
 from appliance.sampling_params import SamplingParams
 
@@ -26,11 +33,11 @@ def compute(manager: BlockManager, request: Request) -> int:
     """Admit a request and compute all its tokens, as the scheduler would; returns the length of the prefix hit."""
     prefix = manager.match_prefix(request)
     manager.allocate(request, prefix)
-    request.num_computed_tokens = len(prefix) * BLOCK
+    request.num_computed_tokens = len(prefix[0]) * BLOCK
     assert manager.grow(request, request.num_uncomputed_tokens)
     request.num_computed_tokens = request.num_tokens
     manager.register_full_blocks(request)
-    return len(prefix) * BLOCK
+    return len(prefix[0]) * BLOCK
 
 
 def compute_and_free(manager: BlockManager, tokens: list[int]) -> int:
@@ -43,21 +50,21 @@ def compute_and_free(manager: BlockManager, tokens: list[int]) -> int:
 
 def test_grow_takes_blocks_per_chunk_and_the_same_chunk_once() -> None:
     manager, request = make_manager(), make_request(list(range(40)))
-    manager.allocate(request, [])
+    manager.allocate(request, [[]])
     assert manager.grow(request, 16)
     assert manager.grow(request, 16)
-    assert len(request.block_table) == 1
+    assert len(request.block_tables[0]) == 1
     request.num_computed_tokens = 16
     assert manager.grow(request, 1)
-    assert len(request.block_table) == 2
+    assert len(request.block_tables[0]) == 2
     assert manager.num_free_blocks == 6
 
 
 def test_grow_that_does_not_fit_takes_nothing() -> None:
     manager, request = make_manager(2), make_request(list(range(40)))
-    manager.allocate(request, [])
+    manager.allocate(request, [[]])
     assert not manager.grow(request, 40)
-    assert request.block_table == []
+    assert request.block_tables == [[]]
     assert manager.num_free_blocks == 2
 
 
@@ -70,9 +77,10 @@ def test_blocks_are_reused_least_recently_freed_first_and_tails_before_heads() -
     for request in requests:
         manager.free(request)
     taker, hits = make_request([7] * 64, "taker"), []
+    manager.allocate(taker, [[]])
     for num_taken in (16, 32, 48, 64):
         assert manager.grow(taker, num_taken)
-        hits.append([len(manager.match_prefix(make_request([*tokens, 0]))) for tokens in (older, newer)])
+        hits.append([len(manager.match_prefix(make_request([*tokens, 0]))[0]) for tokens in (older, newer)])
     assert hits == [[1, 2], [0, 2], [0, 1], [0, 0]]
 
 
@@ -84,7 +92,7 @@ def test_a_hit_takes_the_block_out_of_the_free_list_and_shares_it() -> None:
     compute(manager, first)
     assert manager.num_unreferenced(manager.match_prefix(second)) == 0
     manager.allocate(second, manager.match_prefix(second))
-    assert second.block_table == first.block_table[:1]
+    assert second.block_tables[0] == first.block_tables[0][:1]
     manager.check_integrity([first, second])
     manager.free(first)
     manager.check_integrity([second])
@@ -95,7 +103,7 @@ def test_a_taken_block_is_no_longer_found_by_its_old_content() -> None:
     manager = make_manager(2)
     compute_and_free(manager, list(range(32)))
     compute_and_free(manager, list(range(50, 82)))
-    assert manager.match_prefix(make_request([*range(32), 0])) == []
+    assert manager.match_prefix(make_request([*range(32), 0])) == [[]]
 
 
 def test_output_tokens_are_cached_like_prompt_tokens() -> None:
@@ -119,8 +127,8 @@ def test_content_registered_twice_keeps_its_first_block() -> None:
     compute(manager, first)
     compute(manager, second)
     manager.check_integrity([first, second])
-    assert first.block_table != second.block_table
-    assert manager.match_prefix(make_request(list(range(17)))) == first.block_table
+    assert first.block_tables != second.block_tables
+    assert manager.match_prefix(make_request(list(range(17)))) == first.block_tables
 
 
 def test_without_prefix_caching_nothing_is_found() -> None:
@@ -168,3 +176,77 @@ def test_bug_16_a_fully_cached_prompt_of_whole_blocks_recomputes_its_last_block_
     assert compute_and_free(manager, prompt) == 0
     assert compute_and_free(manager, prompt) == 16
     assert compute_and_free(manager, [*prompt, 32]) == 32
+
+
+def windowed(num_blocks: int, *windows: int | None) -> BlockManager:
+    return BlockManager(num_blocks, BLOCK, enable_prefix_caching=True, content_digest=b"model", windows=windows)
+
+
+def test_a_window_releases_what_no_coming_token_sees() -> None:
+    """Of a window of 20, a token at position 100 sees 81 to 100: blocks 5 and 6."""
+    manager, request = windowed(30, None, 20), make_request(list(range(101)))
+    manager.allocate(request, [[], []])
+    for _ in range(10):
+        assert manager.grow(request, 10)
+        request.num_computed_tokens += 10
+        manager.register_full_blocks(request)
+        manager.check_integrity([request])
+    assert manager.grow(request, 1)
+    full, sliding = request.block_tables
+    assert [block == RELEASED for block in sliding] == [True] * 5 + [False] * 2
+    assert len(set(held_blocks([full, sliding]))) == 9
+    assert manager.num_free_blocks == 21
+    manager.free(request)
+    assert manager.num_free_blocks == 30
+
+
+def test_a_hit_needs_of_a_window_only_what_the_next_token_sees() -> None:
+    tokens = list(range(100))
+    manager = windowed(40, None, 20)
+    compute_and_free(manager, tokens)
+    tables = manager.match_prefix(make_request([*tokens, 0]))
+    assert [len(table) for table in tables] == [6, 6]
+    assert [block == RELEASED for block in tables[1]] == [True] * 4 + [False] * 2
+    longer = make_request([*tokens, 0])
+    assert compute(manager, longer) == 96
+    manager.check_integrity([longer])
+
+
+def test_a_hit_ends_where_a_window_lost_a_block() -> None:
+    """The fourth block of the window is gone: prefixes of four blocks to five need it, one of three does not."""
+    tokens = list(range(100))
+    manager = windowed(40, None, 20)
+    compute_and_free(manager, tokens)
+    probe = make_request([*tokens, 0])
+    lost = manager._block_of.pop(manager._key(probe, 1, 3))
+    manager._key_of[lost] = None
+    assert [len(table) for table in manager.match_prefix(make_request(tokens[:81]))] == [3, 3]
+    assert [len(table) for table in manager.match_prefix(probe)] == [6, 6]
+
+
+def test_groups_never_share_a_block() -> None:
+    """One key a group: the same tokens have other keys and values in other layers."""
+    manager = windowed(20, None, None, 1000)
+    request = make_request(list(range(40)))
+    compute(manager, request)
+    assert len(set(held_blocks(request.block_tables))) == 9
+    tables = manager.match_prefix(make_request([*range(40), 1]))
+    assert tables == [table[:2] for table in request.block_tables]
+
+
+@pytest.mark.parametrize("windows", [(None,), (None, 20), (20,), (1, 40, None)])
+@pytest.mark.parametrize("chunk", [1, 7, 64])
+def test_no_request_holds_more_than_the_most(windows: tuple[int | None, ...], chunk: int) -> None:
+    manager, request = windowed(200, *windows), make_request(list(range(300)))
+    manager.allocate(request, [[] for _ in windows])
+    most = 0
+    while request.num_uncomputed_tokens:
+        count = min(chunk, request.num_uncomputed_tokens)
+        assert manager.grow(request, count)
+        request.num_computed_tokens += count
+        most = max(most, sum(1 for _ in held_blocks(request.block_tables)))
+    bound = most_blocks(windows, BLOCK, 300, chunk)
+    assert bound - 2 * len(windows) <= most <= bound
+    longest = longest_request(windows, BLOCK, bound, chunk)
+    assert longest >= 300
+    assert longest == MAX_TOKENS or most_blocks(windows, BLOCK, longest + 1, chunk) > bound

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from appliance.client import FinishReason, Priority
+from appliance.engine.block_manager import RELEASED, held_blocks, most_blocks
 from appliance.engine.request import Request
 from appliance.engine.scheduler import ScheduledRequest, Scheduler, SchedulerConfig, SchedulerOutput
 from appliance.errors import CapacityError, QueueFullError
@@ -40,28 +41,44 @@ class PagedModel:
         for chunk in output.scheduled:
             state = self._compute(chunk)
             if chunk.samples:
-                sampled[chunk.request.request_id] = self._continue(state, num_sampled)
+                sampled[chunk.request.request_id] = self._continue(chunk.request, state, num_sampled)
         return sampled
 
-    def _slot(self, request: Request, position: int) -> int:
-        block_size = self.config.block_size
-        return request.block_table[position // block_size] * block_size + position % block_size
+    def _slot(self, table: list[int], position: int) -> int:
+        block = table[position // self.config.block_size]
+        assert block != RELEASED
+        return block * self.config.block_size + position % self.config.block_size
 
     def _compute(self, chunk: ScheduledRequest) -> int:
+        """The state after the chunk: of all groups', each made of what its slots hold."""
         request, start = chunk.request, chunk.request.num_computed_tokens
-        state = self.cache[self._slot(request, start - 1)] if start else 0
-        for position, token in enumerate(request.token_ids(start, start + chunk.num_tokens), start):
-            assert state != UNWRITTEN
-            state = _advance(state, token)
-            self.cache[self._slot(request, position)] = state
-        return state
+        tokens = request.token_ids(start, start + chunk.num_tokens)
+        total = 0
+        for window, table in zip(self.config.windows, request.block_tables, strict=True):
+            for position, token in enumerate(tokens, start):
+                # A full group's slot holds the state up to it, a window's the token alone.
+                state = 0
+                first = max(position - window + 1, 0) if window else max(position - 1, 0)
+                for seen in range(first, position):
+                    found = self.cache[self._slot(table, seen)]
+                    assert found != UNWRITTEN
+                    state = _advance(state, found) if window else found
+                state = _advance(state, token)
+                self.cache[self._slot(table, position)] = token if window else state
+            total ^= state
+        return total
 
-    def _continue(self, state: int, num_tokens: int) -> list[int]:
-        tokens: list[int] = []
+    def _continue(self, request: Request, state: int, num_tokens: int) -> list[int]:
+        tokens = request.token_ids(0, request.num_tokens)
         for _ in range(num_tokens):
-            tokens.append((state >> 20) % VOCABULARY)
-            state = _advance(state, tokens[-1])
-        return tokens
+            tokens = [*tokens, (state >> 20) % VOCABULARY]
+            state = 0
+            for window in self.config.windows:
+                of_group = 0
+                for token in tokens[-window:] if window else tokens:
+                    of_group = _advance(of_group, token)
+                state ^= of_group
+        return tokens[request.num_tokens :]
 
 
 def _advance(state: int, token: int) -> int:
@@ -76,6 +93,7 @@ def make_config(
     max_num_batched_tokens: int = 64,
     enable_prefix_caching: bool = True,
     initial_answer_tokens: int = 1,
+    windows: tuple[int | None, ...] = (None,),
 ) -> SchedulerConfig:
     return SchedulerConfig(
         num_blocks=num_blocks,
@@ -88,12 +106,15 @@ def make_config(
         content_digest=b"model",
         eos_token_ids=frozenset({EOS}),
         initial_answer_tokens=initial_answer_tokens,
+        windows=windows,
     )
 
 
-def undisturbed_answer(request: Request) -> tuple[list[int], FinishReason | None]:
+def undisturbed_answer(
+    request: Request, windows: tuple[int | None, ...] = (None,)
+) -> tuple[list[int], FinishReason | None]:
     """The answer of the request alone, in a pool that is never short, without a prefix cache."""
-    config = make_config(num_blocks=64, block_size=16, enable_prefix_caching=False)
+    config = make_config(num_blocks=64, block_size=16, enable_prefix_caching=False, windows=windows)
     scheduler, model = Scheduler(config), PagedModel(config)
     alone = Request("alone", request.prompt_token_ids, request.params, seed=0)
     scheduler.add(alone)
@@ -127,6 +148,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_num_batched_tokens=st.sampled_from([8, 16, 5, 3, 1]),
         enable_prefix_caching=st.booleans(),
         expects_short_answers=st.sampled_from([True, True, False]),
+        windows=st.sampled_from([(None,), (None,), (None, 5), (3,), (1, None, 4)]),
     )
     def start(
         self,
@@ -136,6 +158,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_num_batched_tokens: int,
         enable_prefix_caching: bool,
         expects_short_answers: bool,
+        windows: tuple[int | None, ...],
     ) -> None:
         config = make_config(
             num_blocks=num_blocks,
@@ -143,6 +166,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             enable_prefix_caching=enable_prefix_caching,
+            windows=windows,
         )
         self.scheduler = Scheduler(config)
         self.model = PagedModel(config)
@@ -159,7 +183,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             try:
                 self.scheduler.add(request)
             except CapacityError:
-                assert len(prompt) > self.scheduler.config.num_blocks * self.scheduler.config.block_size
+                config = self.scheduler.config
+                chunk = config.max_num_batched_tokens
+                assert most_blocks(config.windows, config.block_size, len(prompt), chunk) > config.num_blocks
             except QueueFullError:
                 assert self.scheduler.num_waiting == self.scheduler.config.max_waiting
             else:
@@ -216,10 +242,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         for chunk in output.scheduled:
             request = chunk.request
             assert request in self.scheduler._running, "a preempted request is not in the step"
-            room = len(request.block_table) * config.block_size
-            assert 1 <= chunk.num_tokens <= room - request.num_computed_tokens
-            written = request.block_table[request.num_computed_tokens // config.block_size :]
-            assert all(self.scheduler.block_manager._ref_counts[block] == 1 for block in written), "shared and written"
+            for table in request.block_tables:
+                room = len(table) * config.block_size
+                assert 1 <= chunk.num_tokens <= room - request.num_computed_tokens
+                written = table[request.num_computed_tokens // config.block_size :]
+                counts = [self.scheduler.block_manager._ref_counts[block] for block in written]
+                assert set(counts) == {1}, "shared and written"
+            num_held = sum(1 for _ in held_blocks(request.block_tables))
+            length = request.num_computed_tokens + chunk.num_tokens
+            assert num_held <= most_blocks(config.windows, config.block_size, length, config.max_num_batched_tokens)
         return output
 
     def _commit(self, output: SchedulerOutput, sampled: dict[str, list[int]]) -> None:
@@ -228,7 +259,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             answer.extend(result.token_ids)
             if result.finish_reason is not None:
                 request = self.live.pop(result.request_id)
-                assert (answer, result.finish_reason) == undisturbed_answer(request)
+                assert (answer, result.finish_reason) == undisturbed_answer(request, self.scheduler.config.windows)
                 assert result.num_cached_tokens < result.num_prompt_tokens
 
 

@@ -43,7 +43,7 @@ def reference_logits(model: PreTrainedModel, tokens: list[int], dtype: str) -> t
 
 
 def open_runner(folder: Path, dtype: str) -> ModelRunner:
-    config = EngineConfig(str(folder), device="cuda", dtype=dtype, num_kv_blocks=8)
+    config = EngineConfig(str(folder), device="cuda", dtype=dtype, num_kv_blocks=40)
     runner = ModelRunner(config, lambda stage, done: None)
     runner.cache.fill_(torch.nan)  # what a card's fresh memory may hold
     return runner
@@ -61,8 +61,8 @@ def test_logits_equal_transformers(tmp_path: Path, name: str, dtype: str) -> Non
     tokens = [torch.randint(131, (n,), generator=generator).tolist() for n in (40, 36)]
     references = [reference_logits(theirs, t, dtype) for t in tokens]
     requests = [
-        make_request(tokens[0][:35], tokens[0][35:], [7, 2, 5]),
-        make_request(tokens[1][:33], tokens[1][33:], [1, 6, 4]),
+        make_request(tokens[0][:35], tokens[0][35:], [7, 2, 5], runner),
+        make_request(tokens[1][:33], tokens[1][33:], [1, 6, 4], runner),
     ]
     for rows in STEPS:
         logits = run(runner, requests, rows)

@@ -61,7 +61,7 @@ def assert_logits_equal_transformers(path: Path, architecture: str, rope: dict[s
     tokens = torch.randint(VOCAB, (40,), generator=torch.Generator().manual_seed(2)).tolist()
     with torch.inference_mode():
         expected = torch.nn.Module.eval(reference)(torch.tensor([tokens])).logits[0]
-    request = make_request(tokens[:39], tokens[39:], [3, 0, 7])
+    request = make_request(tokens[:39], tokens[39:], [3, 0, 7], runner)
     assert_close(run(runner, [request], [39])[0], expected[38])
     assert_close(run(runner, [request], [1])[0], expected[39])
 

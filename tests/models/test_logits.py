@@ -61,10 +61,11 @@ def run(runner: ModelRunner, requests: list[Request], lengths: list[int]) -> tor
     return logits
 
 
-def make_request(prompt: list[int], answer: list[int], blocks: list[int]) -> Request:
+def make_request(prompt: list[int], answer: list[int], blocks: list[int], runner: ModelRunner) -> Request:
+    """A request whose first group has `blocks`, each later one others."""
     request = Request("r", prompt, SamplingParams(), seed=0)
     request.output_token_ids.extend(answer)
-    request.block_table.extend(blocks)
+    request.block_tables = [[32 * group + block for block in blocks] for group in range(len(runner.windows))]
     return request
 
 
@@ -77,14 +78,14 @@ def assert_close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
 def test_logits_equal_transformers(tmp_path: Path, variant: str) -> None:
     """Whole prefill, chunked prefill and decode, two requests in one step, blocks scattered over the pool."""
     reference = save_tiny(tmp_path, variant.partition("-")[0], **VARIANTS[variant])
-    runner = ModelRunner(EngineConfig(str(tmp_path), dtype="float32", num_kv_blocks=32), lambda stage, done: None)
+    runner = ModelRunner(EngineConfig(str(tmp_path), dtype="float32", num_kv_blocks=96), lambda stage, done: None)
     generator = torch.Generator().manual_seed(1)
     tokens = [torch.randint(131, (n,), generator=generator).tolist() for n in (75, 41)]
     with torch.inference_mode():
         expected = [reference(torch.tensor([t])).logits[0] for t in tokens]
 
-    whole = make_request(tokens[0][:70], tokens[0][70:], [7, 2, 30, 11, 5])
-    chunked = make_request(tokens[1][:39], tokens[1][39:], [1, 31, 4])
+    whole = make_request(tokens[0][:70], tokens[0][70:], [7, 2, 30, 11, 5], runner)
+    chunked = make_request(tokens[1][:39], tokens[1][39:], [1, 31, 4], runner)
     logits = run(runner, [whole, chunked], [70, 16])
     assert_close(logits[0], expected[0][69])
     assert_close(logits[1], expected[1][15])
