@@ -77,6 +77,8 @@ class RequestOutput:
     """One for each of token_ids if params.logprobs asks for them."""
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     """In the first output, if params.prompt_logprobs asks for them: one a prompt token from the second on."""
+    error: str = ""
+    """With FinishReason.ERROR, the cause in a sentence."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -111,7 +111,8 @@ class FakeRequestStream:
         usage = Usage(len(prompt), self._position, client.cached_tokens)
         logprobs = scored(token_id, self._position, params.logprobs)
         told = sum(prompt_logprobs, ()) if self._position == 1 else ()
-        return RequestOutput(text, (token_id,), usage, reason, logprobs=logprobs, prompt_logprobs=told)
+        error = client.error if reason is FinishReason.ERROR else ""
+        return RequestOutput(text, (token_id,), usage, reason, logprobs=logprobs, prompt_logprobs=told, error=error)
 
     async def aclose(self) -> None:
         if not self._ended:
@@ -139,6 +140,7 @@ class FakeEngineClient:
         delay: float = 0.0,
         fail_after: int | None = None,
         finish_reason: FinishReason = FinishReason.STOP,
+        error: str = "",
         state: EngineState = EngineState.READY,
         model_id: str = "fake/model-4bit",
         max_model_len: int = 4096,
@@ -152,6 +154,7 @@ class FakeEngineClient:
         self.delay = delay
         self.fail_after = fail_after
         self.finish_reason = finish_reason
+        self.error = error
         self.state = state
         self.detail = ""
         self.has_bos = has_bos
