@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 from typing import Any, Protocol
 
+from appliance.model_details import ModelDetails
 from appliance.sampling_params import SamplingParams
 
 
@@ -120,6 +121,7 @@ class ModelInfo:
     block_size: int
     has_chat_template: bool
     memory: MemoryUse = MemoryUse()
+    details: ModelDetails | None = None
     warnings: tuple[str, ...] = ()
     default_sampling: Mapping[str, float] = field(default_factory=dict)
     """temperature, top_p, top_k... of the model's generation_config.json."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -21,11 +23,21 @@ def spec_of(weight: QuantizedWeight | Tensor) -> LinearSpec:
 class PlannedLinear:
     """y = x @ W + bias, decode rows through one kernel and prefill rows through another (often the same)."""
 
-    def __init__(self, name: str, weight: QuantizedWeight | Tensor, bias: Tensor | None, target: Target) -> None:
-        """Plans and packs. Raises UnsupportedModelError naming the layer when no kernel takes it."""
+    def __init__(
+        self,
+        name: str,
+        weight: QuantizedWeight | Tensor,
+        bias: Tensor | None,
+        target: Target,
+        struck: Mapping[str, str] | None = None,
+    ) -> None:
+        """Plans and packs. Raises UnsupportedModelError naming the layer when no kernel takes it.
+
+        struck: kernels that failed their test with such a layer, and how.
+        """
         self.name = name
         try:
-            self.plan: LinearPlan = plan_linear(spec_of(weight), target)
+            self.plan: LinearPlan = plan_linear(spec_of(weight), target, struck or {})
         except NoKernelError as error:
             raise UnsupportedModelError(f"Layer {name}: {error}.") from error
         weight = weight.to(target.location)

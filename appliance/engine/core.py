@@ -63,6 +63,7 @@ class EngineCore:
             block_size=layout.block_size,
             has_chat_template=False,
             memory=loaded.memory,
+            details=loaded.details,
             warnings=loaded.warnings,
         )
 

@@ -12,6 +12,7 @@ from appliance.kernels.dense import DenseLinear
 from appliance.kernels.spec import LinearKernel, Target
 from appliance.quant.checkpoint import Checkpoint
 from appliance.quant.linear import PlannedLinear
+from appliance.quant.planner import LinearPlanner
 from appliance.quant.weight import QuantizedWeight, concatenate
 
 
@@ -28,23 +29,29 @@ class FusedLinear:
 
 
 class WeightReader:
-    """Hands a model its weights one module at a time and keeps count of what was packed how."""
+    """Hands a model its weights one module at a time; its planner keeps count of what was packed how, and tests it."""
 
-    def __init__(self, checkpoint: Checkpoint, target: Target) -> None:
+    def __init__(self, checkpoint: Checkpoint, planner: LinearPlanner) -> None:
         self.checkpoint = checkpoint
-        self.target = target
-        self.linears: list[PlannedLinear] = []
+        self.planner = planner
+        self.target: Target = planner.target
         self.other_bytes = 0
+        self.other_parameters = 0
+        """Numbers in norms and the embedding; one that is the output matrix too counts there."""
 
     @property
     def nbytes(self) -> int:
         """Bytes of all packed weights."""
-        return sum(linear.nbytes for linear in self.linears) + self.other_bytes
+        return sum(layer.nbytes for layer in self.planner.layers) + self.other_bytes
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(layer.plan.spec.K * layer.plan.spec.N for layer in self.planner.layers) + self.other_parameters
 
     @property
     def kernel_names(self) -> tuple[str, ...]:
         """Kernels of all layers, most used first within a layer, in order of first use."""
-        return tuple(dict.fromkeys(name for linear in self.linears for name in linear.plan.kernel_names))
+        return tuple(dict.fromkeys(name for layer in self.planner.layers for name in layer.plan.kernel_names))
 
     def norm(self, name: str, size: int) -> Tensor:
         return self._plain(name, (size,))
@@ -65,8 +72,9 @@ class WeightReader:
                 "The checkpoint has no lm_head and config.json does not tie it to the embedding: "
                 "a file is missing, or 'tie_word_embeddings' should be true."
             )
-        linear = PlannedLinear("lm_head", weight, None, self.target)
-        self.linears.append(linear)
+        else:
+            self.other_parameters -= embed.numel()
+        linear = self.planner.linear("lm_head", weight, None)
         if isinstance(linear.decode, DenseLinear) and linear.decode.weight is embed:
             self.other_bytes -= embed.nbytes  # one tensor serves both ends
         return linear.decode
@@ -78,14 +86,13 @@ class WeightReader:
         biases = [self._bias(n, size, has_bias) for n, size in zip(names, outputs.values(), strict=True)]
         merged = _merge(weights)
         if merged is None:
-            parts = [PlannedLinear(n, w, b, self.target) for n, w, b in zip(names, weights, biases, strict=True)]
+            parts = [self.planner.linear(n, w, b) for n, w, b in zip(names, weights, biases, strict=True)]
         else:
             bias = None
             if any(b is not None for b in biases):
                 sizes = zip(biases, outputs.values(), strict=True)
                 bias = torch.cat([torch.zeros(size, dtype=self.target.dtype) if b is None else b for b, size in sizes])
-            parts = [PlannedLinear(" + ".join(names), merged, bias, self.target)]
-        self.linears.extend(parts)
+            parts = [self.planner.linear(" + ".join(names), merged, bias)]
         return FusedLinear(parts)
 
     def _plain(self, name: str, shape: tuple[int, ...]) -> Tensor:
@@ -98,8 +105,10 @@ class WeightReader:
             raise CheckpointError(
                 f"Tensor {name!r} has shape {tuple(tensor.shape)}, config.json says it should be {shape}."
             )
+        self.planner.check(name, tensor)
         tensor = tensor.to(self.target.location, self.target.dtype).contiguous()
         self.other_bytes += tensor.nbytes
+        self.other_parameters += tensor.numel()
         return tensor
 
     def _bias(self, module: str, size: int, is_expected: bool) -> Tensor | None:
