@@ -25,6 +25,8 @@ class KernelTest:
     kernel: str
     phase: str
     """decode or prefill."""
+    spec: str
+    """Shape and storage of the layer, as in `LayerPlan.spec`."""
     layer: str
     """The module whose weight it was."""
     bound: float
@@ -49,6 +51,8 @@ class LayerPlan:
     layers: tuple[str, ...]
     """Their names, numbers as `*`, projections that run as one joined by ` + `."""
     count: int
+    spec: str
+    """Shape and storage in words; the next five say the same."""
     K: int
     N: int
     bits: int
@@ -96,6 +100,8 @@ class ExpectedMemory:
 class ModelDetails:
     """See the module's docstring."""
 
+    model: str
+    """Name of its folder or file, or its hub id."""
     format: str
     """gptq, awq, gguf, safetensors..."""
     description: str

@@ -8,12 +8,15 @@ from typing import Any
 
 from torch import Tensor
 
-from appliance.errors import CheckpointError
+from appliance.errors import CheckpointError, UnsupportedModelError
+from appliance.kernels.spec import LinearSpec
 from appliance.quant.declared import declared_quantization
 from appliance.quant.detect import detect_source
 from appliance.quant.formats.canonical import CanonicalSource, read_manifest
 from appliance.quant.formats.gguf import open_gguf
 from appliance.quant.formats.source import WeightSource
+from appliance.quant.header_files import HeaderFiles
+from appliance.quant.linear import spec_of
 from appliance.quant.model_config import check_model_config
 from appliance.quant.model_folder import read_json, weight_files
 from appliance.quant.report import FormatReport
@@ -56,6 +59,10 @@ class Checkpoint:
             return self._source.quantized(module)
         return self.tensor(f"{module}.weight")
 
+    def spec(self, module: str) -> LinearSpec:
+        """Shape and storage of what `linear(module)` would give, without reading it. Raises what that raises."""
+        return self._source.spec(module) if module in self._quantized else spec_of(self.tensor(f"{module}.weight"))
+
     def tensor(self, name: str) -> Tensor:
         """A parameter in its stored dtype; a quantised weight comes dequantised, float32 [N, K].
 
@@ -84,6 +91,24 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         return _open(path)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read ({error.strerror}): check path and permissions") from error
+
+
+def open_headers(folder: Path, files: HeaderFiles) -> Checkpoint:
+    """A checkpoint of which only shapes can be asked: `names`, `has`, `spec`, and `tensor` of plain ones, which come
+    without data. folder: where its config.json and its quantiser's own file lie.
+
+    What only words can tell (zero points, act-order) is taken from the configuration, and the report says so. Raises as
+    `open_checkpoint` does, UnsupportedModelError too where the headers of the format do not tell enough.
+    """
+    config = read_json(folder / "config.json")
+    check_model_config(config)
+    try:
+        source = detect_source(files, declared_quantization(folder, config))
+    except RuntimeError as error:  # a value was asked of a tensor without data
+        raise UnsupportedModelError(
+            "the headers of this format do not tell how it is packed: download the model to inspect it"
+        ) from error
+    return _checkpoint(folder, config, source)
 
 
 def _open(path: Path) -> Checkpoint:

@@ -12,6 +12,9 @@ from appliance.kernels.registry import LinearPlan, NoKernelError, plan_linear
 from appliance.kernels.spec import LinearSpec, Target
 from appliance.quant.weight import QuantizedWeight
 
+_SAMPLE_COLUMNS = 128
+"""Whole tiles of every kernel's layout."""
+
 
 def spec_of(weight: QuantizedWeight | Tensor) -> LinearSpec:
     """Shape and storage of a weight; a dense one is [N, K]."""
@@ -60,3 +63,23 @@ class PlannedLinear:
         else:
             y = torch.cat([self.decode(x[:num_decode]), self.prefill(x[num_decode:])])
         return y if self.bias is None else y.add_(self.bias)
+
+
+def packed_bytes(plan: LinearPlan, dtype: torch.dtype) -> int:
+    """Bytes of a layer in the layouts of its plan, from its spec alone. Every layout is linear in N, so a few columns
+    are packed and scaled up. A layout that leaves out the offsets of symmetric weights takes less than is said here.
+    """
+    spec = plan.spec
+    columns = min(spec.N, _SAMPLE_COLUMNS)
+    if spec.is_quantized:
+        generator = torch.Generator().manual_seed(0)
+        shape = (-(-spec.K // spec.group_size), columns)
+        codes = torch.randint(0, 1 << spec.bits, (spec.K, columns), generator=generator, dtype=torch.uint8)
+        weight: QuantizedWeight | Tensor = QuantizedWeight(
+            codes, torch.ones(shape), torch.ones(shape), spec.bits, spec.group_size
+        )
+    else:
+        weight = torch.zeros(columns, spec.K, dtype=torch.float32 if spec.bits == 32 else torch.bfloat16)
+    sizes = [entry.pack(weight, dtype).nbytes for entry in dict.fromkeys((plan.decode, plan.prefill))]
+    perm_bytes = 8 * spec.K if spec.has_perm else 0
+    return sum(-(-size * spec.N // columns) + perm_bytes for size in sizes)

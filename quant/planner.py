@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from appliance.errors import UnsupportedModelError
-from appliance.kernels.registry import LinearPlan
+from appliance.kernels.registry import LinearPlan, NoKernelError, plan_linear
 from appliance.kernels.spec import LinearKernel, LinearSpec, Phase, Target
 from appliance.model_details import KernelTest, SelfTest, Verdict
-from appliance.quant.linear import PlannedLinear, spec_of
+from appliance.quant.linear import PlannedLinear, packed_bytes, spec_of
 from appliance.quant.self_test import BOUNDS, Reference, kernel_error, tensor_fault, weight_fault
 from appliance.quant.weight import QuantizedWeight
 
@@ -43,6 +43,7 @@ class LinearPlanner:
         self.layers: list[PlannedLayer] = []
         self.faults: list[str] = []
         self.tests: list[KernelTest] = []
+        self._sizes: dict[LinearSpec, int] = {}
         self._struck: dict[LinearSpec, dict[str, str]] = {}
         """Of every spec that was tested."""
         self._examples: dict[LinearSpec, PlannedLinear] | None = None if keeps_layers else {}
@@ -67,6 +68,17 @@ class LinearPlanner:
         self.layers.append(PlannedLayer(name, layer.plan, layer.nbytes))
         return layer
 
+    def plan(self, name: str, spec: LinearSpec) -> PlannedLayer:
+        """A layer planned by its spec alone. Raises UnsupportedModelError when no kernel takes it."""
+        try:
+            plan = plan_linear(spec, self.target)
+        except NoKernelError as error:
+            raise UnsupportedModelError(f"Layer {name}: {error}.") from error
+        if spec not in self._sizes:
+            self._sizes[spec] = packed_bytes(plan, self.target.dtype)
+        self.layers.append(PlannedLayer(name, plan, self._sizes[spec]))
+        return self.layers[-1]
+
     def check(self, name: str, tensor: Tensor) -> None:
         """Look at a tensor that is no linear layer's weight."""
         fault = tensor_fault(tensor, self.target.dtype)
@@ -78,7 +90,8 @@ class LinearPlanner:
         """The verdict on all that has been planned."""
         struck = sum(bool(test.reason) for test in self.tests)
         if self.faults:
-            summary = f"{len(self.faults)} faults, the first: {self.faults[0]}"
+            more = f"{len(self.faults)} faults, the first: " if len(self.faults) > 1 else ""
+            summary = more + self.faults[0]
         else:
             specs = len(self._struck)
             summary = (
@@ -113,7 +126,7 @@ class LinearPlanner:
 
     def _run(self, layer: PlannedLinear, reference: Reference) -> list[KernelTest]:
         kernels = {Phase.DECODE: layer.decode, Phase.PREFILL: layer.prefill}
-        tests = [_test_kernel(layer.name, phase, kernel, reference) for phase, kernel in kernels.items()]
+        tests = [_test_kernel(layer, phase, kernel, reference) for phase, kernel in kernels.items()]
         self.tests += tests
         return tests
 
@@ -122,7 +135,7 @@ class LinearPlanner:
         log.warning("self-test: %s: %s", name, fault)
 
 
-def _test_kernel(layer: str, phase: Phase, kernel: LinearKernel, reference: Reference) -> KernelTest:
+def _test_kernel(layer: PlannedLinear, phase: Phase, kernel: LinearKernel, reference: Reference) -> KernelTest:
     bound = BOUNDS[reference.x.dtype]
     reason, error = "", None
     try:
@@ -138,4 +151,4 @@ def _test_kernel(layer: str, phase: Phase, kernel: LinearKernel, reference: Refe
             reason = "it failed its self-test: an output was NaN or infinite"
         elif error > bound:
             reason = f"it failed its self-test: an output was off by {error:.2g}, {bound:.2g} is allowed"
-    return KernelTest(kernel.name, phase.value, layer, bound, error, reason)
+    return KernelTest(kernel.name, phase.value, str(layer.plan.spec), layer.name, bound, error, reason)

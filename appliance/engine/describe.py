@@ -4,28 +4,46 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from appliance.generation_config import has_chat_template
 from appliance.kernels.registry import LinearPlan
-from appliance.model_details import ExpectedMemory, LayerPlan, ModelDetails, RefusedKernel
+from appliance.model_details import ExpectedMemory, LayerPlan, ModelDetails, RefusedKernel, SelfTest
 from appliance.models.config import ModelConfig
 from appliance.models.weights import WeightReader
 from appliance.quant.planner import PlannedLayer
 from appliance.quant.report import FormatReport
 
 
+@dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """What is known of a model besides its tensors. has_chat_template: None where it was not looked for."""
+
+    name: str
+    nbytes: int
+    has_chat_template: bool | None
+
+    @classmethod
+    def at(cls, path: Path) -> ModelFiles:
+        """Of a folder or a .gguf file."""
+        files = path.glob("*.safetensors") if path.is_dir() else [path]
+        return cls(path.name, sum(file.stat().st_size for file in files), has_chat_template(path))
+
+
 def describe_model(
-    path: str | Path,
+    files: ModelFiles,
     report: FormatReport,
     reader: WeightReader,
     config: ModelConfig,
     architecture: str,
     device: str,
     memory: ExpectedMemory,
+    self_test: SelfTest,
 ) -> ModelDetails:
-    """path: the folder or the .gguf file. reader: whose planner has seen every layer."""
+    """reader: whose planner has seen every layer."""
     return ModelDetails(
+        model=files.name,
         format=report.format,
         description=report.describe(),
         bits=report.bits,
@@ -44,12 +62,12 @@ def describe_model(
         vocab_size=config.vocab_size,
         max_position=config.max_position,
         num_parameters=reader.num_parameters,
-        file_bytes=_file_bytes(Path(path)),
-        has_chat_template=has_chat_template(path),
+        file_bytes=files.nbytes,
+        has_chat_template=files.has_chat_template,
         device=device,
         dtype=str(reader.target.dtype).removeprefix("torch."),
         layers=layer_plans(reader.planner.layers),
-        self_test=reader.planner.self_test,
+        self_test=self_test,
         memory=memory,
     )
 
@@ -63,6 +81,7 @@ def layer_plans(layers: Sequence[PlannedLayer]) -> tuple[LayerPlan, ...]:
         LayerPlan(
             layers=tuple(dict.fromkeys(_short_name(layer.name) for layer in alike)),
             count=len(alike),
+            spec=str(plan.spec),
             K=plan.spec.K,
             N=plan.spec.N,
             bits=plan.spec.bits,
@@ -89,8 +108,3 @@ def _zero_points(report: FormatReport) -> str:
     words = "symmetric" if report.symmetric else "asymmetric"
     convention = {"v1": ", stored less one (version 1)", "v2": ", stored as they are (version 2)"}
     return words + (convention.get(report.variant, "") if report.format == "gptq" else "")
-
-
-def _file_bytes(path: Path) -> int:
-    files = path.glob("*.safetensors") if path.is_dir() else [path]
-    return sum(file.stat().st_size for file in files)

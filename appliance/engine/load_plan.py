@@ -1,4 +1,4 @@
-"""What is decided before a model is read: the dtype it is computed in, and whether layers get dense copies."""
+"""What is decided before a model is read: its device, the dtype it is computed in, whether layers get dense copies."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 
-from appliance.kernels.backend import Backend
+from appliance.config import EngineConfig
+from appliance.errors import UsageError
+from appliance.kernels.backend import Backend, NoDeviceError, open_backend
 from appliance.kernels.spec import Target
 from appliance.models.config import ModelConfig
 
@@ -21,6 +23,20 @@ DTYPES = {
     "float32": torch.float32,
     "float": torch.float32,
 }
+
+
+def device_of(config: EngineConfig) -> Backend:
+    """Raises UsageError where the device that is wished for cannot be used."""
+    try:
+        return open_backend(config.device)
+    except NoDeviceError as error:
+        raise UsageError(f"The model cannot run on {config.device}: {error}.") from error
+
+
+def name_of(backend: Backend) -> str:
+    """cpu, or cuda and which card."""
+    card = f" ({torch.cuda.get_device_name(backend.device)})" if backend.device.type == "cuda" else ""
+    return backend.name + card
 
 
 def plan_target(

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from appliance.client import MemoryUse
 from appliance.config import EngineConfig
-from appliance.engine.describe import describe_model
+from appliance.engine.describe import ModelFiles, describe_model
 from appliance.engine.input_batch import InputBatch
 from appliance.engine.kv_cache import (
     GPU_RESERVE,
@@ -24,13 +24,13 @@ from appliance.engine.kv_cache import (
     pool_bytes_on_cpu,
     step_bytes,
 )
-from appliance.engine.load_plan import plan_target
+from appliance.engine.load_plan import device_of, name_of, plan_target
 from appliance.engine.memory import CudaMemory, memory_of
 from appliance.engine.sampler import Sampler, SamplingRow
 from appliance.engine.scheduler import ScheduledRequest
-from appliance.errors import SelfTestError, UsageError
+from appliance.errors import SelfTestError
 from appliance.generation_config import tokenizer_vocab_size
-from appliance.kernels.backend import NoDeviceError, PagedLayout, open_backend
+from appliance.kernels.backend import PagedLayout
 from appliance.model_details import ExpectedMemory, ModelDetails
 from appliance.models.config import ModelConfig
 from appliance.models.decoder import DecoderModel
@@ -66,10 +66,7 @@ class ModelRunner:
 
     def __init__(self, config: EngineConfig, progress: Callable[[str, float], None]) -> None:
         """Raises CheckpointError, UnsupportedModelError or UsageError with a sentence for the user."""
-        try:
-            self.backend = open_backend(config.device)
-        except NoDeviceError as error:
-            raise UsageError(f"The model cannot run on {config.device}: {error}.") from error
+        self.backend = device_of(config)
         if config.num_threads:
             torch.set_num_threads(config.num_threads)
         device, memory = self.backend.device, memory_of(self.backend.device)
@@ -100,14 +97,14 @@ class ModelRunner:
             pool_bytes = pool_bytes_on_cpu(free)
         self.plan: CachePlan = plan_cache(config, model_config, dtype, free, pool_bytes)
         self.cache = allocate_cache(self.plan.layout, model_config.num_layers, dtype, device)
-        card = f" ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else ""
+        device_name = name_of(self.backend)
         step_predicted = step_bytes(model_config, config, vocab_size, dtype)
         self.loaded = LoadedModel(
             architecture=architecture,
             report=checkpoint.report,
             kernels=reader.kernel_names,
             dtype=dtype,
-            device=self.backend.name + card,
+            device=device_name,
             memory=MemoryUse(
                 total=memory.total,
                 others=others,
@@ -118,12 +115,12 @@ class ModelRunner:
                 held=memory.held(),
             ),
             details=describe_model(
-                config.model,
+                ModelFiles.at(Path(config.model)),
                 checkpoint.report,
                 reader,
                 model_config,
                 architecture,
-                self.backend.name + card,
+                device_name,
                 ExpectedMemory(
                     total=memory.total,
                     available=available,
@@ -133,6 +130,7 @@ class ModelRunner:
                     kv_cache=self.cache.nbytes,
                     max_model_len=self.plan.max_model_len,
                 ),
+                planner.self_test,
             ),
             vocab_size=vocab_size,
             content_digest=_content_digest(Path(config.model), dtype, reader.kernel_names),

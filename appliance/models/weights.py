@@ -9,9 +9,9 @@ from torch import Tensor
 
 from appliance.errors import CheckpointError
 from appliance.kernels.dense import DenseLinear
-from appliance.kernels.spec import LinearKernel, Target
+from appliance.kernels.spec import LinearKernel, LinearSpec, Target
 from appliance.quant.checkpoint import Checkpoint
-from appliance.quant.linear import PlannedLinear
+from appliance.quant.linear import PlannedLinear, spec_of
 from appliance.quant.planner import LinearPlanner
 from appliance.quant.weight import QuantizedWeight, concatenate
 
@@ -67,12 +67,8 @@ class WeightReader:
         if self.checkpoint.has_module("lm_head"):
             vocab_size, hidden_size = embed.shape
             weight = self._linear_weight("lm_head", hidden_size, vocab_size)
-        elif not is_tied:
-            raise CheckpointError(
-                "The checkpoint has no lm_head and config.json does not tie it to the embedding: "
-                "a file is missing, or 'tie_word_embeddings' should be true."
-            )
         else:
+            check_tied(is_tied)
             self.other_parameters -= embed.numel()
         linear = self.planner.linear("lm_head", weight, None)
         if isinstance(linear.decode, DenseLinear) and linear.decode.weight is embed:
@@ -96,15 +92,9 @@ class WeightReader:
         return FusedLinear(parts)
 
     def _plain(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        if not self.checkpoint.has(name):
-            raise CheckpointError(
-                f"The checkpoint has no tensor {name!r}: it is incomplete or of another architecture."
-            )
+        check_there(self.checkpoint, name)
         tensor = self.checkpoint.tensor(name)
-        if tuple(tensor.shape) != shape:
-            raise CheckpointError(
-                f"Tensor {name!r} has shape {tuple(tensor.shape)}, config.json says it should be {shape}."
-            )
+        check_shape(name, tuple(tensor.shape), shape)
         self.planner.check(name, tensor)
         tensor = tensor.to(self.target.location, self.target.dtype).contiguous()
         self.other_bytes += tensor.nbytes
@@ -124,18 +114,37 @@ class WeightReader:
         return None
 
     def _linear_weight(self, module: str, in_features: int, out_features: int) -> QuantizedWeight | Tensor:
-        if not self.checkpoint.has_module(module):
-            raise CheckpointError(
-                f"The checkpoint has no layer {module!r}: it is incomplete or of another architecture."
-            )
+        check_there(self.checkpoint, f"{module}.weight")
         weight = self.checkpoint.linear(module)
-        found = (weight.K, weight.N) if isinstance(weight, QuantizedWeight) else (weight.shape[1], weight.shape[0])
-        if found != (in_features, out_features):
-            raise CheckpointError(
-                f"Layer {module!r} has {found[0]} inputs and {found[1]} outputs, config.json says "
-                f"{in_features} and {out_features}."
-            )
+        check_layer(module, spec_of(weight), in_features, out_features)
         return weight
+
+
+def check_there(checkpoint: Checkpoint, name: str) -> None:
+    if not checkpoint.has(name):
+        raise CheckpointError(f"The checkpoint has no tensor {name!r}: it is incomplete or of another architecture.")
+
+
+def check_shape(name: str, found: tuple[int, ...], expected: tuple[int, ...]) -> None:
+    if found != expected:
+        raise CheckpointError(f"Tensor {name!r} has shape {found}, config.json says it should be {expected}.")
+
+
+def check_layer(module: str, found: LinearSpec, in_features: int, out_features: int) -> None:
+    if (in_features, out_features) != (found.K, found.N):
+        raise CheckpointError(
+            f"Layer {module!r} has {found.K} inputs and {found.N} outputs, config.json says "
+            f"{in_features} and {out_features}."
+        )
+
+
+def check_tied(is_tied: bool) -> None:
+    """To be called where there is no lm_head."""
+    if not is_tied:
+        raise CheckpointError(
+            "The checkpoint has no lm_head and config.json does not tie it to the embedding: "
+            "a file is missing, or 'tie_word_embeddings' should be true."
+        )
 
 
 def _merge(weights: list[QuantizedWeight | Tensor]) -> QuantizedWeight | Tensor | None:

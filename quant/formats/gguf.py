@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from appliance.errors import CheckpointError, UnsupportedModelError
+from appliance.kernels.spec import LinearSpec
 from appliance.quant.formats.gguf_blocks import BLOCK_TYPES, read_blocks
 from appliance.quant.formats.gguf_metadata import config_from_metadata, hugging_face_name
 from appliance.quant.formats.gguf_rope import ROPE_FACTORS
@@ -55,6 +56,12 @@ class GgufSource:
 
     def quantized_modules(self) -> list[str]:
         return [name.removesuffix(".weight") for name, entry in self._entries.items() if entry.type not in _PLAIN]
+
+    def spec(self, module: str) -> LinearSpec:
+        entry = self._entries[f"{module}.weight"]
+        block = BLOCK_TYPES[entry.type]
+        inputs, outputs = map(int, entry.tensor.shape)
+        return LinearSpec(inputs, outputs, block.bits, block.group_size)
 
     def tensor(self, name: str) -> Tensor:
         entry = self._entries[name]

@@ -44,7 +44,9 @@ def damaged(folder: Path, tmp_path: Path) -> Path:
 
 
 def load(folder: Path, *, allowed: bool = False) -> EngineCore:
-    return EngineCore.load(EngineConfig(str(folder), dtype="bfloat16", num_kv_blocks=16, allow_failed_self_test=allowed))
+    return EngineCore.load(
+        EngineConfig(str(folder), dtype="bfloat16", num_kv_blocks=16, allow_failed_self_test=allowed)
+    )
 
 
 def test_a_sound_model_passes_and_its_details_reach_the_front_process_whole(folder: Path) -> None:
