@@ -24,7 +24,7 @@ class HubModel:
 
     def __init__(self, repo_id: str) -> None:
         from huggingface_hub import HfApi
-        from huggingface_hub.utils import disable_progress_bars
+        from huggingface_hub.utils.tqdm import disable_progress_bars
 
         disable_progress_bars()
         self.repo_id = repo_id
@@ -71,27 +71,22 @@ class HubModel:
 
 @contextmanager
 def _in_a_sentence(repo_id: str) -> Iterator[None]:
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        HTTPError,  # type: ignore[attr-defined]  # httpx's or httpx2's, by its release
-        OfflineModeIsEnabled,
-        RepositoryNotFoundError,
-    )
+    from huggingface_hub import errors
 
     try:
         yield
-    except GatedRepoError as error:
+    except errors.GatedRepoError as error:
         raise UsageError(
             f"{repo_id} is gated: accept its terms on the hub and set HF_TOKEN to a token of that account"
         ) from error
-    except RepositoryNotFoundError as error:
+    except errors.RepositoryNotFoundError as error:
         raise UsageError(
             f"{repo_id} is neither a folder here nor a model that the hub shows: check the spelling, and set HF_TOKEN "
             "if it is private"
         ) from error
-    except OfflineModeIsEnabled as error:
+    except errors.OfflineModeIsEnabled as error:
         raise UsageError(f"{repo_id} is no folder here, and HF_HUB_OFFLINE forbids asking the hub: unset it") from error
-    except (HTTPError, OSError) as error:
+    except (errors.HTTPError, OSError) as error:  # type: ignore[attr-defined]  # httpx's or httpx2's, by its release
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UsageError(
             f"{repo_id} is no folder here, and the hub could not be asked ({reason}): check the path, or the network"

@@ -71,8 +71,8 @@ def _facts(details: ModelDetails) -> Iterator[tuple[str, str]]:
     yield (
         "shape",
         f"{details.num_parameters / 1e6:,.0f} million parameters, {details.num_layers} layers of "
-        f"{details.hidden_size}, {details.num_heads} heads ({details.num_kv_heads} of keys and values) of {details.head_dim}, "
-        f"{details.vocab_size:,} tokens",
+        f"{details.hidden_size}, {details.num_heads} heads ({details.num_kv_heads} of keys and values) of "
+        f"{details.head_dim}, {details.vocab_size:,} tokens",
     )
     yield "context", f"{details.max_position:,} tokens"
     template = {True: "yes", False: "none: it completes text only", None: "not looked for"}

@@ -47,7 +47,7 @@ def build_ui(client: EngineClient, observe: Observe | None = None) -> gr.Blocks:
             system_prompt = gr.Textbox(label="System prompt", lines=4, max_lines=12, placeholder="None")
             sampling = SamplingPanel()
             with gr.Accordion("About this model", open=False, elem_id="about"):
-                about = gr.HTML(UNKNOWN)
+                about = gr.Markdown(UNKNOWN)
         has_defaults = gr.State(False)
         status = gr.Markdown(status_html(client), elem_id="status")
         timer = gr.Timer(_STATUS_SECONDS, active=False)

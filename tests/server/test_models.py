@@ -38,7 +38,7 @@ async def test_one_model_is_found_by_its_names_with_slashes(name: str) -> None:
 
 
 async def test_one_model_is_described_in_all_details_and_the_list_stays_short() -> None:
-    failed = SelfTest(Verdict.FAILED, "1 faults", ("up: its scales hold NaN or infinity",))
+    failed = SelfTest(Verdict.FAILED, "up is damaged", ("up: its scales hold NaN or infinity",))
     client = FakeEngineClient(details=dataclasses.replace(DETAILS, self_test=failed))
     client.info = dataclasses.replace(client.info, warnings=("This model failed its self-test.",))
     async with in_process(client) as http:
