@@ -51,8 +51,9 @@ class PlannedLinear:
 
     @property
     def nbytes(self) -> int:
+        """Of the weight in its layouts, without the bias."""
         kernels = {id(k): k.nbytes for k in (self.decode, self.prefill)}
-        return sum(kernels.values()) + (0 if self.bias is None else self.bias.nbytes)
+        return sum(kernels.values())
 
     def __call__(self, x: Tensor, num_decode: int) -> Tensor:
         """x [T, K], whose first num_decode rows are decodes -> [T, N]."""

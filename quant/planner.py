@@ -65,7 +65,8 @@ class LinearPlanner:
                 layer = PlannedLinear(name, weight, bias, self.target, self._struck.get(spec))
             if self._examples is not None and is_tested:
                 self._examples[spec] = layer
-        self.layers.append(PlannedLayer(name, layer.plan, layer.nbytes))
+        bias_bytes = 0 if bias is None else bias.numel() * self.target.dtype.itemsize
+        self.layers.append(PlannedLayer(name, layer.plan, layer.nbytes + bias_bytes))
         return layer
 
     def plan(self, name: str, spec: LinearSpec) -> PlannedLayer:
