@@ -9,9 +9,11 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from gguf import GGMLQuantizationType as Kind
 from safetensors.torch import load_file, save_file
 
 from appliance.config import EngineConfig
@@ -24,7 +26,7 @@ from appliance.quant.linear import spec_of
 from tests.appliance.tiny_model import save_tiny_model
 from tests.fake_hub import FakeHub, serve_hub
 from tests.models.tiny import save_tiny
-from tests.quant.gguf_writer import LARGE, Kind, mixed, write_gguf
+from tests.quant.gguf_writer import LARGE, mixed, write_gguf
 
 ROOT = Path(__file__).parents[2]
 FIXTURES = ROOT / "tests" / "quant" / "fixtures"
@@ -35,7 +37,7 @@ def no_progress(stage: str, fraction: float) -> None:
     pass
 
 
-def inspect(model: str | Path, **settings: object) -> ModelDetails:
+def inspect(model: str | Path, **settings: Any) -> ModelDetails:
     return inspect_model(str(model), dataclasses.replace(CONFIG, **settings), no_progress)
 
 
@@ -81,8 +83,7 @@ def test_what_is_said_is_what_loading_says(save: Callable[[Path], Path], dtype: 
     assert found.layers == loaded.layers
     assert found.memory.weights == loaded.memory.weights
     assert found.memory.kv_cache == loaded.memory.kv_cache
-    same = {"memory": loaded.memory, "warnings": loaded.warnings}
-    assert dataclasses.replace(found, **same) == loaded
+    assert dataclasses.replace(found, memory=loaded.memory, warnings=loaded.warnings) == loaded
 
 
 @pytest.mark.parametrize("save", MODELS)
@@ -102,9 +103,9 @@ def test_without_the_self_test_the_plan_is_the_same_and_no_weight_is_read(
 
 
 def test_parameters_are_counted_as_transformers_counts_them(tmp_path: Path) -> None:
-    for number, settings in enumerate(({}, {"tie_word_embeddings": True})):
-        model = save_tiny(tmp_path / str(number), **settings)
-        assert inspect(tmp_path / str(number)).num_parameters == model.num_parameters()
+    for is_tied in (False, True):
+        model = save_tiny(tmp_path / str(is_tied), tie_word_embeddings=is_tied)
+        assert inspect(tmp_path / str(is_tied)).num_parameters == model.num_parameters()
 
 
 @pytest.mark.parametrize("folder", sorted(path for path in FIXTURES.iterdir() if path.is_dir()), ids=lambda p: p.name)
