@@ -61,6 +61,9 @@ class HubModel:
             except SafetensorsParsingError as error:
                 raise CheckpointError(f"{name} of {self.repo_id} has no header that can be read ({error})") from error
             found[name] = {tensor: (entry.dtype, tuple(entry.shape)) for tensor, entry in parsed.tensors.items()}
+            for tensor, (_, shape) in found[name].items():
+                if not all(isinstance(size, int) and size >= 0 for size in shape):
+                    raise CheckpointError(f"{name} of {self.repo_id} gives {tensor} the shape {shape}: it is damaged")
             progress(done / len(wanted))
         return found
 

@@ -29,8 +29,8 @@ from appliance.quant.model_folder import weight_files
 from appliance.quant.planner import LinearPlanner
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-_UNTESTED = "not run: the weights were not read, as asked (--no-self-test)"
-_REMOTE = "not run: only the headers of a model on the hub are read; download it to have it tested"
+_UNTESTED = "the weights were not read, as asked (--no-self-test)"
+_REMOTE = "only the headers of a model on the hub are read; download it to have it tested"
 
 
 def inspect_model(

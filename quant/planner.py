@@ -43,22 +43,21 @@ class LinearPlanner:
         self.layers: list[PlannedLayer] = []
         self.faults: list[str] = []
         self.tests: list[KernelTest] = []
+        self._damaged: set[str] = set()
         self._sizes: dict[LinearSpec, int] = {}
         self._struck: dict[LinearSpec, dict[str, str]] = {}
         """Of every spec that was tested."""
         self._examples: dict[LinearSpec, PlannedLinear] | None = None if keeps_layers else {}
 
     def linear(self, name: str, weight: QuantizedWeight | Tensor, bias: Tensor | None) -> PlannedLinear:
-        """The layer. Raises UnsupportedModelError when no kernel takes it even before a test."""
+        """The layer of a module, or of several (`a + b`) side by side, each of which `check_weight` has seen.
+
+        Raises UnsupportedModelError when no kernel takes it even before a test.
+        """
         spec = spec_of(weight)
-        fault = weight_fault(weight, self.target.dtype)
-        if fault is not None:
-            self._blame(name, fault)
-        if bias is not None:
-            self.check(f"the bias of {name}", bias)
         layer = None if self._examples is None else self._examples.get(spec)
         if layer is None:
-            is_tested = fault is None and spec not in self._struck
+            is_tested = self._damaged.isdisjoint(name.split(" + ")) and spec not in self._struck
             if is_tested:
                 layer = self._tested(name, weight, bias)
             else:
@@ -79,6 +78,13 @@ class LinearPlanner:
             self._sizes[spec] = packed_bytes(plan, self.target.dtype)
         self.layers.append(PlannedLayer(name, plan, self._sizes[spec]))
         return self.layers[-1]
+
+    def check_weight(self, module: str, weight: QuantizedWeight | Tensor) -> None:
+        """Look at the weight of a linear layer: kernels are not tested with a damaged one."""
+        fault = weight_fault(weight, self.target.dtype)
+        if fault is not None:
+            self._damaged.add(module)
+            self._blame(module, fault)
 
     def check(self, name: str, tensor: Tensor) -> None:
         """Look at a tensor that is no linear layer's weight."""

@@ -95,13 +95,13 @@ def weight_fault(weight: QuantizedWeight | Tensor, dtype: torch.dtype) -> str | 
     if isinstance(weight, Tensor):
         least, most = _extremes(weight)
         return f"every weight is {least:g}" if least == most else _range_fault(least, most, dtype)
-    for name, values in (("scales", weight.scales), ("offsets", weight.offsets)):
-        if not all(map(math.isfinite, _extremes(values))):
+    largest, shift = (max(map(abs, _extremes(values))) for values in (weight.scales, weight.offsets))
+    for name, size in (("scales", largest), ("offsets", shift)):
+        if not math.isfinite(size):
             return f"its {name} hold NaN or infinity"
     least, most = _extremes(weight.codes)
     if least == most:
         return f"every code is {least:.0f}"
-    largest = max(map(abs, _extremes(weight.scales)))
     if largest == 0:
         return "every scale is 0"
     flat = weight.scales.flatten()
@@ -110,7 +110,6 @@ def weight_fault(weight: QuantizedWeight | Tensor, dtype: torch.dtype) -> str | 
     typical = float(positive.median()) if positive.numel() else largest
     if largest > MAX_RATIO * typical:
         return f"its largest scale is {largest:.3g}, {largest / typical:.2g} times the median of {typical:.3g}"
-    shift = max(map(abs, _extremes(weight.offsets)))
     if shift > MAX_RATIO * (1 << weight.bits) * typical:
         return f"its largest offset is {shift:.3g}, and the median of its scales {typical:.3g}"
     return None
@@ -131,6 +130,6 @@ def _range_fault(least: float, most: float, dtype: torch.dtype) -> str | None:
 
 
 def _extremes(tensor: Tensor) -> tuple[float, float]:
-    """Smallest and largest value in one pass; both NaN if one is."""
+    """Smallest and largest value in one pass, both NaN if one of the values is."""
     least, most = torch.aminmax(tensor)
     return float(least), float(most)

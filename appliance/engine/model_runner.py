@@ -187,7 +187,7 @@ def _judge(planner: LinearPlanner, is_allowed: bool) -> list[str]:
         if not is_allowed:
             raise SelfTestError(
                 f"the model failed its self-test ({summary}): download or quantise it again; `appliance inspect` lists "
-                "every fault, and --allow-failed-self-test serves it all the same"
+                "every fault, and --allow-failed-self-test (allow_failed_self_test in Python) serves it all the same"
             )
         warnings.insert(0, f"This model failed its self-test and is served all the same, as asked: {summary}.")
     return warnings

@@ -69,6 +69,7 @@ class WeightReader:
             weight = self._linear_weight("lm_head", hidden_size, vocab_size)
         else:
             check_tied(is_tied)
+            self.planner.check_weight("lm_head", embed)
             self.other_parameters -= embed.numel()
         linear = self.planner.linear("lm_head", weight, None)
         if isinstance(linear.decode, DenseLinear) and linear.decode.weight is embed:
@@ -107,6 +108,7 @@ class WeightReader:
             bias = self.checkpoint.tensor(name)
             if tuple(bias.shape) != (size,):
                 raise CheckpointError(f"Tensor {name!r} has shape {tuple(bias.shape)}, expected ({size},).")
+            self.planner.check(name, bias)
             # Old AutoGPTQ files carry an all-zero bias for layers that have none.
             return bias.to(self.target.dtype) if is_expected or bool(bias.any()) else None
         if is_expected:
@@ -117,6 +119,7 @@ class WeightReader:
         check_there(self.checkpoint, f"{module}.weight")
         weight = self.checkpoint.linear(module)
         check_layer(module, spec_of(weight), in_features, out_features)
+        self.planner.check_weight(module, weight)
         return weight
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from appliance.config import EngineConfig
@@ -21,12 +22,14 @@ from appliance.engine.core import EngineCore
 from appliance.errors import CheckpointError, UnsupportedModelError, UsageError
 from appliance.inspection import inspect_model
 from appliance.model_details import ModelDetails, Verdict
-from appliance.quant.checkpoint import open_checkpoint
+from appliance.quant.checkpoint import open_checkpoint, open_headers
+from appliance.quant.header_files import HeaderFiles
 from appliance.quant.linear import spec_of
 from tests.appliance.tiny_model import save_tiny_model
 from tests.fake_hub import FakeHub, serve_hub
 from tests.models.tiny import save_tiny
 from tests.quant.gguf_writer import LARGE, mixed, write_gguf
+from tests.quant.writers import MODULE
 
 ROOT = Path(__file__).parents[2]
 FIXTURES = ROOT / "tests" / "quant" / "fixtures"
@@ -117,6 +120,29 @@ def test_a_spec_is_known_without_reading(folder: Path) -> None:
         assert checkpoint.spec(module) == spec_of(checkpoint.linear(module))
 
 
+def headers_of(folder: Path) -> HeaderFiles:
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - the handle is not a mapping
+        header = {name: (part.get_dtype(), tuple(part.get_shape())) for name, part in parts.items()}
+    return HeaderFiles({"model.safetensors": header})
+
+
+@pytest.mark.parametrize(
+    "folder", sorted([*FIXTURES.glob("gptq_*/"), *FIXTURES.glob("awq_gemm*/")]), ids=lambda p: p.name
+)
+def test_headers_and_configuration_tell_the_spec(folder: Path) -> None:
+    whole, headers = open_checkpoint(folder), open_headers(folder, headers_of(folder))
+    assert headers.names() == whole.names()
+    assert headers.spec(MODULE) == whole.spec(MODULE)
+    assert (headers.report.bits, headers.report.act_order) == (whole.report.bits, whole.report.act_order)
+
+
+@pytest.mark.parametrize("folder", sorted(FIXTURES.glob("awq_gemv*/")), ids=lambda p: p.name)
+def test_a_layout_whose_groups_only_its_scales_tell_is_refused_with_what_to_do(folder: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match="download the model to inspect it"):
+        open_headers(folder, headers_of(folder))
+
+
 def test_a_gguf_file_is_inspected_as_it_is(tmp_path: Path) -> None:
     tensors, kinds = mixed(Kind.Q4_K, Kind.Q6_K)
     file = write_gguf(tmp_path / "model.gguf", tensors, kinds, shape=LARGE)
@@ -132,18 +158,19 @@ def test_a_gguf_file_is_inspected_as_it_is(tmp_path: Path) -> None:
 
 
 def test_a_damaged_model_is_described_with_all_its_faults(tmp_path: Path) -> None:
-    quantized(tmp_path)
+    mixed_widths(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
-    tensors["model.layers.0.self_attn.o_proj.scales"].view(torch.int16)[0, 0] ^= 0x4000
-    tensors["model.layers.1.mlp.down_proj.qweight"].zero_()
+    tensors["model.layers.0.mlp.down_proj.scales"].view(torch.int16)[0, 0] ^= 0x4000
+    tensors["model.layers.1.self_attn.k_proj.qweight"].zero_()
+    tensors["model.layers.1.self_attn.k_proj.bias"][2] = float("nan")
     save_file(tensors, tmp_path / "model.safetensors")
     found = inspect(tmp_path).self_test
     assert found.verdict is Verdict.FAILED
-    assert [fault.partition(":")[0] for fault in found.faults] == [
-        "model.layers.0.self_attn.o_proj",
-        "model.layers.1.mlp.down_proj",
-    ]
-    assert found.faults[1].endswith("every code is 0")
+    assert found.summary.startswith("3 faults, the first: model.layers.0.mlp.down_proj: its largest scale")
+    assert found.faults[1:] == (
+        "model.layers.1.self_attn.k_proj: every code is 0",
+        "model.layers.1.self_attn.k_proj.bias: it holds NaN or infinity",
+    )
 
 
 def test_a_cache_that_does_not_fit_is_said_and_the_rest_told(tmp_path: Path) -> None:
