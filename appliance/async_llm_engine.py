@@ -128,6 +128,7 @@ class _Answer:
             increment.finish_reason,
             increment.stop_reason,
             increment.logprobs,
+            increment.error,
         )
         return self._output(answer)
 

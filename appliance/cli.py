@@ -17,6 +17,7 @@ from pydantic.fields import FieldInfo
 from appliance import __version__
 from appliance.bench.command import app as bench_app
 from appliance.errors import ApplianceError
+from appliance.inspect_command import inspect_command
 from appliance.settings import Settings, flag_of
 
 _NOT_FLAGS = ("model", "api_key")  # an argument; a secret, which a command line would show to other users
@@ -28,6 +29,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(bench_app, name="bench")
+app.command("inspect")(inspect_command)
 
 
 def _plain_type(annotation: Any) -> Any:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 from typing import Any, Protocol
 
+from appliance.model_details import ModelDetails
 from appliance.sampling_params import SamplingParams
 
 
@@ -77,6 +78,8 @@ class RequestOutput:
     """One for each of token_ids if params.logprobs asks for them."""
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     """In the first output, if params.prompt_logprobs asks for them: one a prompt token from the second on."""
+    error: str = ""
+    """With FinishReason.ERROR, the cause in a sentence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +123,7 @@ class ModelInfo:
     """Requests of max_model_len tokens that the KV pool holds at once."""
     has_chat_template: bool
     memory: MemoryUse = MemoryUse()
+    details: ModelDetails | None = None
     warnings: tuple[str, ...] = ()
     default_sampling: Mapping[str, float] = field(default_factory=dict)
     """temperature, top_p, top_k... of the model's generation_config.json."""

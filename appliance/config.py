@@ -33,6 +33,8 @@ class EngineConfig:
     max_num_batched_tokens: int = 512
     """Tokens of one step, decodes first, the rest prefill."""
     enable_prefix_caching: bool = True
+    allow_failed_self_test: bool = False
+    """Serve a model whose weights or kernels failed the test at load, with warnings."""
     max_waiting: int = 1024
     """Requests in the queue before 429."""
     num_threads: int = 0
@@ -45,8 +47,9 @@ class EngineConfig:
             raise UsageError(f"device {self.device!r} is not known: use auto, cpu or cuda")
         if self.block_size not in (16, 32, 64):
             raise UsageError(f"block size {self.block_size} is not supported: use 16, 32 or 64")
-        if not isinstance(self.enable_prefix_caching, bool):
-            raise UsageError(f"enable_prefix_caching must be true or false, found {self.enable_prefix_caching!r}")
+        for name in ("enable_prefix_caching", "allow_failed_self_test"):
+            if not isinstance(getattr(self, name), bool):
+                raise UsageError(f"{name} must be true or false, found {getattr(self, name)!r}")
         for name in ("max_model_len", "num_kv_blocks", "kv_cache_bytes"):
             if getattr(self, name) is not None:
                 self._check_integer(name, 1)

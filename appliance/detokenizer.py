@@ -196,4 +196,5 @@ class Detokenizer:
         self._logprobs.clear()
         self._prompt_logprobs = ()
         usage = Usage(output.num_prompt_tokens, self._num_tokens, output.num_cached_tokens)
-        return RequestOutput(text, token_ids, usage, reason, stop_reason, logprobs, prompt_logprobs)
+        error = output.error if reason is FinishReason.ERROR else ""
+        return RequestOutput(text, token_ids, usage, reason, stop_reason, logprobs, prompt_logprobs, error)

@@ -4,6 +4,7 @@
     |- UsageError                 the command line or a setting is wrong
     |- CheckpointError            the model on disk cannot be served
     |  |- UnsupportedModelError       known to exist, not served here
+    |  |- SelfTestError               its weights, or every kernel for them, failed the test at load
     |- InvalidRequestError        400, the request itself is wrong
     |  |- ContextLengthError          prompt longer than the context
     |  |- CapacityError               prompt can never fit the KV pool
@@ -56,6 +57,12 @@ class UnsupportedModelError(CheckpointError):
     """The model is of a format or an architecture that is not served."""
 
     code = "unsupported_model"
+
+
+class SelfTestError(CheckpointError):
+    """Weights that cannot be right, or that no kernel computes rightly with."""
+
+    code = "self_test_failed"
 
 
 class InvalidRequestError(ApplianceError):

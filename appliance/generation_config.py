@@ -18,6 +18,8 @@ from appliance.sampling_params import SamplingParams
 log = logging.getLogger(__name__)
 
 SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+_GGUF_METADATA_BYTES = 64 << 20
+"""More than any vocabulary takes."""
 
 
 def _read(folder: Path, name: str) -> dict[str, Any]:
@@ -89,3 +91,12 @@ def default_sampling(model: str | Path) -> dict[str, float]:
         else:
             found[key] = value
     return found
+
+
+def has_chat_template(model: str | Path) -> bool:
+    """Whether a model folder, or the metadata at the beginning of a .gguf file, holds a chat template."""
+    path = Path(model)
+    if path.is_file():
+        with path.open("rb") as file:
+            return b"tokenizer.chat_template" in file.read(_GGUF_METADATA_BYTES)
+    return (path / "chat_template.jinja").is_file() or bool(_read(path, "tokenizer_config.json").get("chat_template"))

@@ -61,6 +61,7 @@ class _Job:
             finish_reason=increment.finish_reason,
             stop_reason=increment.stop_reason,
             logprobs=self.logprobs,
+            error=increment.error,
         )
         return RequestOutput(
             request_id=self.request_id,

@@ -22,6 +22,8 @@ class CompletionOutput:
     """The stop string or stop token id that ended the answer; None for the end-of-sequence token."""
     logprobs: tuple[TokenLogprobs, ...] = ()
     """One for each of token_ids, if params.logprobs asks for them."""
+    error: str = ""
+    """With "error", the cause in a sentence."""
 
 
 @dataclass(frozen=True, slots=True)

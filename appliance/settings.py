@@ -84,6 +84,10 @@ class Settings(BaseSettings):
     enable_prefix_caching: bool = Field(
         _ENGINE_DEFAULTS["enable_prefix_caching"], description="Keep the KV cache of prompts for later requests."
     )
+    allow_failed_self_test: bool = Field(
+        _ENGINE_DEFAULTS["allow_failed_self_test"],
+        description="Serve a model that failed its self-test at load, with a warning on every surface.",
+    )
     max_waiting: Count = Field(_ENGINE_DEFAULTS["max_waiting"], description="Requests that may queue before 429.")
     threads: int = Field(0, ge=0, description="CPU threads of the engine; 0 takes all cores.")
     log_level: Literal["debug", "info", "warning", "error"] = Field(
@@ -132,6 +136,7 @@ class Settings(BaseSettings):
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
             enable_prefix_caching=self.enable_prefix_caching,
+            allow_failed_self_test=self.allow_failed_self_test,
             max_waiting=self.max_waiting,
             num_threads=self.threads,
         )

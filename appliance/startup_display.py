@@ -26,6 +26,7 @@ def ready_text(info: ModelInfo, settings: Settings, port: int) -> str:
         "kernels": f"{', '.join(info.kernels)}; {info.dtype} on {info.device}",
         "context": f"{info.max_model_len} tokens; {room} into the KV cache at once",
         "memory": _memory_text(info.memory),
+        "test": "" if info.details is None else f"{info.details.self_test.verdict}: {info.details.self_test.summary}",
     }
     lines = [f"  {name:<8} {text}" for name, text in rows.items() if text]
     lines += [f"  warning  {warning}" for warning in info.warnings]
@@ -33,16 +34,17 @@ def ready_text(info: ModelInfo, settings: Settings, port: int) -> str:
 
 
 def _memory_text(memory: MemoryUse) -> str:
-    parts = [f"weights {_size(memory.weights)}", f"KV cache {_size(memory.kv_cache)}"]
+    parts = [f"weights {size_text(memory.weights)}", f"KV cache {size_text(memory.kv_cache)}"]
     if memory.step_measured is not None:
-        parts.append(f"a step {_size(memory.step_measured)} ({_size(memory.step_predicted)} expected)")
+        parts.append(f"a step {size_text(memory.step_measured)} ({size_text(memory.step_predicted)} expected)")
     return (
-        f"{' + '.join(parts)} of {_size(memory.total)}, of which other programs hold {_size(memory.others)}; "
-        f"the engine holds {_size(memory.held)} now"
+        f"{' + '.join(parts)} of {size_text(memory.total)}, of which other programs hold {size_text(memory.others)}; "
+        f"the engine holds {size_text(memory.held)} now"
     )
 
 
-def _size(num_bytes: int) -> str:
+def size_text(num_bytes: int) -> str:
+    """GiB from 1 GiB on, else MiB."""
     return f"{num_bytes / (1 << 30):.1f} GiB" if num_bytes >= 1 << 30 else f"{num_bytes / (1 << 20):.0f} MiB"
 
 

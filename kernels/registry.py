@@ -6,12 +6,14 @@ no kernel takes is refused with every candidate's reason.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from appliance.kernels import cpu_int4, cpu_onednn, dense, dequantize, triton_linear
 from appliance.kernels.spec import KernelEntry, LinearSpec, Phase, Target
 
 BOTH = frozenset(Phase)
+_NONE: Mapping[str, str] = {}
 
 KERNELS: tuple[KernelEntry, ...] = (
     KernelEntry("cpu_int4", frozenset({Phase.DECODE}), cpu_int4.refuse, cpu_int4.pack),
@@ -40,12 +42,15 @@ class LinearPlan:
         return tuple(dict.fromkeys((self.decode.name, self.prefill.name)))
 
 
-def plan_linear(spec: LinearSpec, target: Target) -> LinearPlan:
-    """The first kernel of each phase that takes the layer. Raises NoKernelError listing every reason."""
+def plan_linear(spec: LinearSpec, target: Target, struck: Mapping[str, str] = _NONE) -> LinearPlan:
+    """The first kernel of each phase that takes the layer. Raises NoKernelError listing every reason.
+
+    struck: kernels that are not to run this layer, and why.
+    """
     chosen: dict[Phase, KernelEntry] = {}
     rejected: list[tuple[str, str]] = []
     for entry in KERNELS:
-        reason = entry.refuse(spec, target)
+        reason = struck.get(entry.name) or entry.refuse(spec, target)
         if reason is not None:
             rejected.append((entry.name, reason))
             continue

@@ -10,12 +10,15 @@ from typing import Any
 
 from torch import Tensor
 
-from appliance.errors import CheckpointError
+from appliance.errors import CheckpointError, UnsupportedModelError
+from appliance.kernels.spec import LinearSpec
 from appliance.quant.declared import declared_quantization
 from appliance.quant.detect import detect_source
 from appliance.quant.formats.canonical import CanonicalSource, read_manifest
 from appliance.quant.formats.gguf import open_gguf
-from appliance.quant.formats.source import WeightSource, check_finite
+from appliance.quant.formats.source import WeightSource
+from appliance.quant.header_files import HeaderFiles
+from appliance.quant.linear import spec_of
 from appliance.quant.model_config import check_model_config
 from appliance.quant.model_folder import read_json, weight_files
 from appliance.quant.report import FormatReport
@@ -59,11 +62,15 @@ class Checkpoint:
         with _naming(self.path):
             return self._source.quantized(module)
 
+    def spec(self, module: str) -> LinearSpec:
+        """Shape and storage of what `linear(module)` would give, without reading it. Raises what that raises."""
+        return self._source.spec(module) if module in self._quantized else spec_of(self.tensor(f"{module}.weight"))
+
     def tensor(self, name: str) -> Tensor:
         """A parameter in its stored dtype; a quantised weight comes dequantised, float32 [N, K].
 
-        Raises CheckpointError naming the tensor when there is none of that name, it is a weight of integers, or a norm
-        or bias that is not finite.
+        Raises CheckpointError naming the tensor when there is none of that name or it is a weight of integers. Whether
+        its values make sense, NaN among them, is the self-test's to say.
         """
         with _naming(self.path):
             if name in self._plain:
@@ -104,6 +111,24 @@ def _naming(path: Path) -> Iterator[None]:
         raise type(error)(f"{path}: {error.message}") from error
 
 
+def open_headers(folder: Path, files: HeaderFiles) -> Checkpoint:
+    """A checkpoint of which only shapes can be asked: `names`, `has`, `spec`, and `tensor` of plain ones, which come
+    without data. folder: where its config.json and its quantiser's own file lie.
+
+    What only words can tell (zero points, act-order) is taken from the configuration, and the report says so. Raises as
+    `open_checkpoint` does, UnsupportedModelError too where the headers of the format do not tell enough.
+    """
+    config = read_json(folder / "config.json")
+    check_model_config(config)
+    try:
+        source = detect_source(files, declared_quantization(folder, config))
+    except RuntimeError as error:  # a value was asked of a tensor without data
+        raise UnsupportedModelError(
+            "the headers of this format do not tell how it is packed: download the model to inspect it"
+        ) from error
+    return _checkpoint(folder, config, source)
+
+
 def _open(path: Path) -> Checkpoint:
     if path.is_file() and path.suffix == ".gguf":
         source, config = open_gguf(path)
@@ -122,14 +147,12 @@ def _open(path: Path) -> Checkpoint:
 
 
 def _check_plain(tensor: Tensor, name: str) -> Tensor:
-    """`tensor` as it is; norms and biases are read for NaN, matrices, which would take long, are not."""
-    if not name.endswith((".weight", ".bias")):
-        return tensor
-    if not tensor.is_floating_point():
+    """`tensor` as it is, which must not be words whose scales are missing."""
+    if name.endswith((".weight", ".bias")) and not tensor.is_floating_point():
         raise CheckpointError(
             f"tensor {name} is {tensor.dtype} without scales, 16- or 32-bit floats were expected: download it again"
         )
-    return check_finite(tensor, name, "values") if tensor.ndim == 1 else tensor
+    return tensor
 
 
 def _checkpoint(path: Path, config: dict[str, Any], source: WeightSource) -> Checkpoint:

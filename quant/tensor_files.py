@@ -29,12 +29,25 @@ _DTYPES = {
 }
 
 
+def torch_dtype(found: str, name: str, file: str) -> torch.dtype:
+    """The dtype of safetensors' word for it. Raises UnsupportedModelError naming tensor and file for others."""
+    if found not in _DTYPES:
+        raise UnsupportedModelError(
+            f"tensor {name} in {file} has dtype {found}, which is not served: "
+            "use a checkpoint with 16- or 32-bit floats, GPTQ, AWQ or GGUF"
+        )
+    return _DTYPES[found]
+
+
 class TensorFiles:
     """Named tensors of safetensors files; tensors are views of the mapped files until they are used.
 
     files: the paths. expected: tensor name -> file name, of an index, or None for a single file.
     Raises CheckpointError naming the file for damage or a tensor that is not where the index says.
     """
+
+    has_data = True
+    """False where only headers are there: tensors have shapes and dtypes, and what they hold must be taken on trust."""
 
     def __init__(self, files: list[Path], expected: dict[str, str] | None = None) -> None:
         self._files: dict[str, Path] = {}
@@ -69,13 +82,7 @@ class TensorFiles:
 
     def dtype(self, name: str) -> torch.dtype:
         """Raises UnsupportedModelError naming the tensor for a dtype that is not served (8-bit floats)."""
-        found = self.stored_dtype(name)
-        if found not in _DTYPES:
-            raise UnsupportedModelError(
-                f"tensor {name} in {self._files[name].name} has dtype {found}, which is not served: "
-                "use a checkpoint with 16- or 32-bit floats, GPTQ, AWQ or GGUF"
-            )
-        return _DTYPES[found]
+        return torch_dtype(self.stored_dtype(name), name, self._files[name].name)
 
     def stored_dtype(self, name: str) -> str:
         """The file's own word for the dtype of `name`, served or not: F8_E4M3, U32..."""

@@ -33,9 +33,66 @@ from appliance.errors import (
     InvalidRequestError,
     QueueFullError,
 )
+from appliance.model_details import (
+    ExpectedMemory,
+    KernelTest,
+    LayerPlan,
+    ModelDetails,
+    RefusedKernel,
+    SelfTest,
+    Verdict,
+)
 from appliance.sampling_params import SamplingParams
 
 BLOCK_SIZE = 16
+DETAILS = ModelDetails(
+    model="model-4bit",
+    format="gptq",
+    description="GPTQ 4-bit, group 128, act-order",
+    bits=4,
+    group_size=128,
+    zero_points="asymmetric, stored less one (version 1)",
+    act_order=True,
+    exceptions=("lm_head not quantised",),
+    evidence=("2 modules hold <words> packed along K",),
+    warnings=(),
+    architecture="FakeForCausalLM",
+    num_layers=2,
+    hidden_size=256,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=64,
+    vocab_size=0x110000,
+    max_position=8192,
+    num_parameters=1_500_000,
+    file_bytes=3 << 20,
+    has_chat_template=True,
+    device="cpu",
+    dtype="bfloat16",
+    layers=(
+        LayerPlan(
+            ("model.layers.*.mlp.gate_proj + up_proj",),
+            2,
+            "K=256 N=512 4-bit group 128 act-order",
+            256,
+            512,
+            4,
+            128,
+            True,
+            "fake",
+            "fake",
+            (RefusedKernel("other", "needs an NVIDIA card, found cpu"),),
+            2 << 20,
+        ),
+    ),
+    self_test=SelfTest(
+        Verdict.PASSED,
+        "the weights of 2 layers look right",
+        kernels=(KernelTest("fake", "decode", "K=256 N=512 4-bit group 128 act-order", "up", 0.03125, 0.01),),
+    ),
+    memory=ExpectedMemory(1 << 34, 1 << 33, 4 << 20, 1 << 20, 512, 1 << 21, 4096),
+)
+"""Of a model that passed its self-test."""
 VOCAB_SIZE = 0x110000
 
 
@@ -111,7 +168,8 @@ class FakeRequestStream:
         usage = Usage(len(prompt), self._position, client.cached_tokens)
         logprobs = scored(token_id, self._position, params.logprobs)
         told = sum(prompt_logprobs, ()) if self._position == 1 else ()
-        return RequestOutput(text, (token_id,), usage, reason, logprobs=logprobs, prompt_logprobs=told)
+        error = client.error if reason is FinishReason.ERROR else ""
+        return RequestOutput(text, (token_id,), usage, reason, logprobs=logprobs, prompt_logprobs=told, error=error)
 
     async def aclose(self) -> None:
         if not self._ended:
@@ -139,6 +197,7 @@ class FakeEngineClient:
         delay: float = 0.0,
         fail_after: int | None = None,
         finish_reason: FinishReason = FinishReason.STOP,
+        error: str = "",
         state: EngineState = EngineState.READY,
         model_id: str = "fake/model-4bit",
         max_model_len: int = 4096,
@@ -147,11 +206,13 @@ class FakeEngineClient:
         has_chat_template: bool = True,
         has_bos: bool = False,
         default_sampling: Mapping[str, float] | None = None,
+        details: ModelDetails | None = None,
     ) -> None:
         self.answers = answers
         self.delay = delay
         self.fail_after = fail_after
         self.finish_reason = finish_reason
+        self.error = error
         self.state = state
         self.detail = ""
         self.has_bos = has_bos
@@ -185,6 +246,7 @@ class FakeEngineClient:
             num_contexts=2,
             has_chat_template=has_chat_template,
             default_sampling=default_sampling or {},
+            details=details,
         )
 
     @property

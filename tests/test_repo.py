@@ -43,6 +43,7 @@ ROOM_OF_MODULE = {
     **dict.fromkeys(("model_text", "__init__", "llm", "async_llm_engine", "client_thread"), "local_client"),
     "engine_arguments": "local_client",
     **dict.fromkeys(("cli", "__main__", "serve", "settings", "startup_display"), "cli"),
+    **dict.fromkeys(("inspection", "inspect_command"), "cli"),
     **dict.fromkeys(("builtin_model", "gguf_conversion", "model_cache", "model_source"), "model_source"),
 }
 WITHOUT_TORCH = ("request", "scheduler", "block_manager")

@@ -25,6 +25,8 @@ class Answer:
     parts: list[str] = field(default_factory=list)
     usage: Usage | None = None
     finish_reason: FinishReason | None = None
+    error: str = ""
+    """Why the engine gave the request up."""
     first_token: float = 0.0
     first_count: int = 0
     last_token: float = 0.0
@@ -37,7 +39,7 @@ class Answer:
         """Follow the stream to its end. Raises what the stream raises."""
         async for output in stream:
             self.parts.append(output.text)
-            self.usage, self.finish_reason = output.usage, output.finish_reason
+            self.usage, self.finish_reason, self.error = output.usage, output.finish_reason, output.error
             self.last_token = time.perf_counter()
             if not self.first_token and output.token_ids:
                 self.first_token, self.first_count = self.last_token, output.usage.completion_tokens

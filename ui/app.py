@@ -12,6 +12,7 @@ import gradio as gr
 from fastapi import FastAPI
 
 from appliance.client import EngineClient
+from appliance.ui.about import UNKNOWN, about_html
 from appliance.ui.chat import Chat, Message, Observe, edited_turn, split_last_turn, user_message
 from appliance.ui.guard import GradioGuard, calm_queue
 from appliance.ui.sampling import SamplingPanel
@@ -45,6 +46,8 @@ def build_ui(client: EngineClient, observe: Observe | None = None) -> gr.Blocks:
             gr.Markdown("### Settings")
             system_prompt = gr.Textbox(label="System prompt", lines=4, max_lines=12, placeholder="None")
             sampling = SamplingPanel()
+            with gr.Accordion("About this model", open=False, elem_id="about"):
+                about = gr.Markdown(UNKNOWN)
         has_defaults = gr.State(False)
         status = gr.Markdown(status_html(client), elem_id="status")
         timer = gr.Timer(_STATUS_SECONDS, active=False)
@@ -91,7 +94,7 @@ def build_ui(client: EngineClient, observe: Observe | None = None) -> gr.Blocks:
         chatbot.clear(page.clear, None, None, **at_once)
         textbox.stop(page.stop, None, None, **at_once)
         sampling.reset.click(page.reset, None, sampling.components, **at_once)
-        seen = [status, timer, has_defaults, *sampling.components]
+        seen = [status, timer, has_defaults, about, *sampling.components]
         ui.load(page.look, [has_defaults], seen, **at_once)
         timer.tick(page.look, [has_defaults], seen, **at_once)
     ui.queue(max_size=_MAX_QUEUED_EVENTS, api_open=False)
@@ -209,10 +212,11 @@ class _Page:
         self._chat.stop(_session(request))
 
     async def look(self, has_defaults: bool) -> tuple[Any, ...]:
-        """Status and timer; once the model is known, its defaults for the sampling, before anyone chose others."""
+        """Status and timer; once the model is known, what is to be told about it, and its defaults for the sampling,
+        before anyone chose others."""
         if self._client.model_info is None or has_defaults:
-            return *self._status(), has_defaults, *(gr.skip() for _ in self._sampling.components)
-        return *self._status(), True, *await self.reset()
+            return *self._status(), has_defaults, gr.skip(), *(gr.skip() for _ in self._sampling.components)
+        return *self._status(), True, about_html(self._client), *await self.reset()
 
     async def reset(self) -> list[Any]:
         info = self._client.model_info

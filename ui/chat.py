@@ -156,7 +156,7 @@ class Chat:
             async with aclosing(self._stream(messages, settings, run, answer)) as texts:
                 async for text in texts:
                     yield [*history, message("assistant", encode(text) or WAITING)]
-            note = answer.note()
+            note = error_note(answer.error) if answer.error else answer.note()
         except ApplianceError as error:
             note = error_note(str(error))
         except Exception:

@@ -20,6 +20,12 @@ from appliance.engine.scheduler import ScheduledRequest, Scheduler, SchedulerCon
 from appliance.generation_config import eos_token_ids
 from appliance.sampling_params import SamplingParams
 
+_UNSAMPLED = (
+    "The model's scores for the next token are NaN or infinite, or leave none to choose: if this happens again, "
+    "its weights or a kernel are broken, which `appliance inspect MODEL` looks for."
+)
+"""The cause told to a request whose row cannot be sampled."""
+
 
 class EngineCore:
     """Owns the scheduler, the model and the sampler. Used from one thread."""
@@ -61,6 +67,7 @@ class EngineCore:
             // most_blocks(runner.windows, layout.block_size, runner.plan.max_model_len, config.max_num_batched_tokens),
             has_chat_template=False,
             memory=loaded.memory,
+            details=loaded.details,
             warnings=loaded.warnings,
         )
 
@@ -113,7 +120,9 @@ class EngineCore:
             self.scheduler.abort(request.request_id)
         outputs = self.scheduler.commit(output, sampled, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
         outputs += [
-            StepOutput(r.request_id, (), FinishReason.ERROR, None, r.num_prompt_tokens, r.num_cached_tokens)
+            StepOutput(
+                r.request_id, (), FinishReason.ERROR, None, r.num_prompt_tokens, r.num_cached_tokens, error=_UNSAMPLED
+            )
             for r in faulty
         ]
         self.num_steps += 1

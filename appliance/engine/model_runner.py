@@ -3,51 +3,46 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from appliance.client import MemoryUse
 from appliance.config import EngineConfig
+from appliance.engine.describe import ModelFiles, describe_model
 from appliance.engine.input_batch import InputBatch
 from appliance.engine.kv_cache import (
     GPU_RESERVE,
     CachePlan,
     allocate_cache,
+    bytes_per_block,
     plan_cache,
     pool_bytes_on_cpu,
     step_bytes,
 )
+from appliance.engine.load_plan import device_of, name_of, plan_target
 from appliance.engine.memory import CudaMemory, memory_of
 from appliance.engine.sampler import Sampler, SamplingRow
 from appliance.engine.scheduler import ScheduledRequest
-from appliance.errors import UsageError
+from appliance.errors import SelfTestError
 from appliance.generation_config import tokenizer_vocab_size
-from appliance.kernels.backend import NoDeviceError, PagedLayout, open_backend
-from appliance.kernels.spec import Target
+from appliance.kernels.backend import PagedLayout
+from appliance.model_details import ExpectedMemory, ModelDetails, Verdict
 from appliance.models.config import ModelConfig
 from appliance.models.decoder import DecoderModel
 from appliance.models.registry import architecture_of, read_model_config
 from appliance.models.weights import WeightReader
 from appliance.quant.checkpoint import open_checkpoint
+from appliance.quant.planner import LinearPlanner
 from appliance.quant.report import FormatReport
 from appliance.sampling_params import SamplingParams
 
-DENSE_SHARE = 0.25
-"""Dense copies of quantised layers are kept while they take no more than this part of the available memory."""
-
-DTYPES = {
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "half": torch.float16,
-    "float32": torch.float32,
-    "float": torch.float32,
-}
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +56,7 @@ class LoadedModel:
     device: str
     """cpu, or cuda and which card."""
     memory: MemoryUse
+    details: ModelDetails
     vocab_size: int
     """Token ids that may be read and sampled: rows of the embedding, less those that the tokenizer has no token for."""
     content_digest: bytes
@@ -73,10 +69,7 @@ class ModelRunner:
 
     def __init__(self, config: EngineConfig, progress: Callable[[str, float], None]) -> None:
         """Raises CheckpointError, UnsupportedModelError or UsageError with a sentence for the user."""
-        try:
-            self.backend = open_backend(config.device)
-        except NoDeviceError as error:
-            raise UsageError(f"The model cannot run on {config.device}: {error}.") from error
+        self.backend = device_of(config)
         if config.num_threads:
             torch.set_num_threads(config.num_threads)
         device, memory = self.backend.device, memory_of(self.backend.device)
@@ -87,14 +80,15 @@ class ModelRunner:
         try:
             architecture = architecture_of(checkpoint.config)
             model_config = read_model_config(checkpoint.config, architecture)
-            dtype, warnings = _compute_dtype(config.dtype, self.backend.name, checkpoint.config)
-            keep_dense = _keeps_dense(model_config, dtype, available, self.backend.name)
-            reader = WeightReader(checkpoint, Target(self.backend.name, dtype, keep_dense, device))
+            target, warnings = plan_target(config.dtype, self.backend, checkpoint.config, model_config, available)
+            dtype, planner = target.dtype, LinearPlanner(target)
+            reader = WeightReader(checkpoint, planner)
             self.model = DecoderModel(
                 model_config, reader, self.backend, lambda fraction: progress("loading", fraction)
             )
         finally:
             checkpoint.close()
+        warnings += _judge(planner, config.allow_failed_self_test)
         vocab_size = min(model_config.vocab_size, tokenizer_vocab_size(config.model) or model_config.vocab_size)
         step_measured: int | None = None
         if isinstance(memory, CudaMemory):
@@ -107,21 +101,40 @@ class ModelRunner:
         self.plan: CachePlan = plan_cache(config, model_config, dtype, free, pool_bytes)
         self.windows = tuple(group.window for group in model_config.paged_groups)
         self.cache = allocate_cache(self.plan.layout, len(model_config.paged_groups[0].layers), dtype, device)
-        card = f" ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else ""
+        device_name = name_of(self.backend)
+        step_predicted = step_bytes(model_config, config, vocab_size, dtype)
         self.loaded = LoadedModel(
             architecture=architecture,
             report=checkpoint.report,
             kernels=reader.kernel_names,
             dtype=dtype,
-            device=self.backend.name + card,
+            device=device_name,
             memory=MemoryUse(
                 total=memory.total,
                 others=others,
                 weights=reader.nbytes,
                 kv_cache=self.cache.nbytes,
-                step_predicted=step_bytes(model_config, config, vocab_size, dtype),
+                step_predicted=step_predicted,
                 step_measured=step_measured,
                 held=memory.held(),
+            ),
+            details=describe_model(
+                ModelFiles.at(Path(config.model)),
+                checkpoint.report,
+                reader,
+                model_config,
+                architecture,
+                device_name,
+                ExpectedMemory(
+                    total=memory.total,
+                    available=available,
+                    weights=reader.nbytes,
+                    step=step_predicted if step_measured is None else step_measured,
+                    kv_bytes_per_token=bytes_per_block(model_config, 1, dtype),
+                    kv_cache=self.cache.nbytes,
+                    max_model_len=self.plan.max_model_len,
+                ),
+                planner.self_test,
             ),
             vocab_size=vocab_size,
             content_digest=_content_digest(Path(config.model), dtype, reader.kernel_names),
@@ -177,30 +190,24 @@ class ModelRunner:
         Sampler(vocab_size)(logits, [row] * len(logits))
 
 
-def _compute_dtype(wish: str, device: str, config: Mapping[str, Any]) -> tuple[torch.dtype, list[str]]:
-    """The dtype of activations and cache, and what to warn about. auto: bfloat16, on a card float16 where the
-    checkpoint says so (as GPTQ and AWQ files do).
-    """
-    if wish == "auto":
-        stored = config.get("dtype", config.get("torch_dtype"))
-        return torch.float16 if device == "cuda" and stored == "float16" else torch.bfloat16, []
-    dtype = DTYPES[wish]
-    if dtype == torch.float16 and device == "cpu":
-        # Measured 40 to 120 times slower.
-        return torch.bfloat16, ["float16 on a CPU is computed in bfloat16, which is many times faster."]
-    return dtype, []
-
-
-def _keeps_dense(model: ModelConfig, dtype: torch.dtype, available_bytes: int, device: str) -> bool:
-    """Whether quantised layers get a dense copy. The exact mode is dense by definition; else the copy must leave room
-    for everything else, and a card needs none."""
-    parameters = (
-        model.num_layers
-        * model.hidden_size
-        * (2 * (model.num_heads + model.num_kv_heads) * model.head_dim + 3 * model.intermediate_size)
-    )
-    fits = parameters * dtype.itemsize <= available_bytes * DENSE_SHARE
-    return dtype == torch.float32 or (device == "cpu" and fits)
+def _judge(planner: LinearPlanner, is_allowed: bool) -> list[str]:
+    """Warnings of what the self-test found. Raises SelfTestError if that forbids serving the model."""
+    self_test = planner.self_test
+    log.info("self-test %s: %s", self_test.verdict, self_test.summary)
+    warnings = [
+        f"Kernel {test.kernel} is not used for layers like {test.layer}: {test.reason}."
+        for test in self_test.kernels
+        if test.reason
+    ]
+    if self_test.verdict is Verdict.FAILED:
+        summary = self_test.summary
+        if not is_allowed:
+            raise SelfTestError(
+                f"the model failed its self-test ({summary}): download or quantise it again; `appliance inspect` lists "
+                "every fault, and --allow-failed-self-test (allow_failed_self_test in Python) serves it all the same"
+            )
+        warnings.insert(0, f"This model failed its self-test and is served all the same, as asked: {summary}.")
+    return warnings
 
 
 def _content_digest(model: Path, dtype: torch.dtype, kernels: tuple[str, ...]) -> bytes:

@@ -110,3 +110,5 @@ class StepOutput:
     """One for each of token_ids, if asked for."""
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     """Of all prompt tokens but the first, in the request's first output, if asked for."""
+    error: str = ""
+    """With FinishReason.ERROR, the cause in a sentence."""

@@ -9,9 +9,10 @@ from torch import Tensor
 
 from appliance.errors import CheckpointError
 from appliance.kernels.dense import DenseLinear
-from appliance.kernels.spec import LinearKernel, Target
+from appliance.kernels.spec import LinearKernel, LinearSpec, Target
 from appliance.quant.checkpoint import Checkpoint
-from appliance.quant.linear import PlannedLinear
+from appliance.quant.linear import PlannedLinear, spec_of
+from appliance.quant.planner import LinearPlanner
 from appliance.quant.weight import QuantizedWeight, concatenate
 
 
@@ -28,23 +29,29 @@ class FusedLinear:
 
 
 class WeightReader:
-    """Hands a model its weights one module at a time and keeps count of what was packed how."""
+    """Hands a model its weights one module at a time; its planner keeps count of what was packed how, and tests it."""
 
-    def __init__(self, checkpoint: Checkpoint, target: Target) -> None:
+    def __init__(self, checkpoint: Checkpoint, planner: LinearPlanner) -> None:
         self.checkpoint = checkpoint
-        self.target = target
-        self.linears: list[PlannedLinear] = []
+        self.planner = planner
+        self.target: Target = planner.target
         self.other_bytes = 0
+        self.other_parameters = 0
+        """Numbers in norms and the embedding; one that is the output matrix too counts there."""
 
     @property
     def nbytes(self) -> int:
         """Bytes of all packed weights."""
-        return sum(linear.nbytes for linear in self.linears) + self.other_bytes
+        return sum(layer.nbytes for layer in self.planner.layers) + self.other_bytes
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(layer.plan.spec.K * layer.plan.spec.N for layer in self.planner.layers) + self.other_parameters
 
     @property
     def kernel_names(self) -> tuple[str, ...]:
         """Kernels of all layers, most used first within a layer, in order of first use."""
-        return tuple(dict.fromkeys(name for linear in self.linears for name in linear.plan.kernel_names))
+        return tuple(dict.fromkeys(name for layer in self.planner.layers for name in layer.plan.kernel_names))
 
     def norm(self, name: str, size: int) -> Tensor:
         return self._plain(name, (size,))
@@ -60,13 +67,11 @@ class WeightReader:
         if self.checkpoint.has_module("lm_head"):
             vocab_size, hidden_size = embed.shape
             weight = self._linear_weight("lm_head", hidden_size, vocab_size)
-        elif not is_tied:
-            raise CheckpointError(
-                "The checkpoint has no lm_head and config.json does not tie it to the embedding: "
-                "a file is missing, or 'tie_word_embeddings' should be true."
-            )
-        linear = PlannedLinear("lm_head", weight, None, self.target)
-        self.linears.append(linear)
+        else:
+            check_tied(is_tied)
+            self.planner.check_weight("lm_head", embed)
+            self.other_parameters -= embed.numel()
+        linear = self.planner.linear("lm_head", weight, None)
         if isinstance(linear.decode, DenseLinear) and linear.decode.weight is embed:
             self.other_bytes -= embed.nbytes  # one tensor serves both ends
         return linear.decode
@@ -78,28 +83,23 @@ class WeightReader:
         biases = [self._bias(n, size, has_bias) for n, size in zip(names, outputs.values(), strict=True)]
         merged = _merge(weights)
         if merged is None:
-            parts = [PlannedLinear(n, w, b, self.target) for n, w, b in zip(names, weights, biases, strict=True)]
+            parts = [self.planner.linear(n, w, b) for n, w, b in zip(names, weights, biases, strict=True)]
         else:
             bias = None
             if any(b is not None for b in biases):
                 sizes = zip(biases, outputs.values(), strict=True)
                 bias = torch.cat([torch.zeros(size, dtype=self.target.dtype) if b is None else b for b, size in sizes])
-            parts = [PlannedLinear(" + ".join(names), merged, bias, self.target)]
-        self.linears.extend(parts)
+            parts = [self.planner.linear(" + ".join(names), merged, bias)]
         return FusedLinear(parts)
 
     def _plain(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        if not self.checkpoint.has(name):
-            raise CheckpointError(
-                f"The checkpoint has no tensor {name!r}: it is incomplete or of another architecture."
-            )
+        check_there(self.checkpoint, name)
         tensor = self.checkpoint.tensor(name)
-        if tuple(tensor.shape) != shape:
-            raise CheckpointError(
-                f"Tensor {name!r} has shape {tuple(tensor.shape)}, config.json says it should be {shape}."
-            )
+        check_shape(name, tuple(tensor.shape), shape)
+        self.planner.check(name, tensor)
         tensor = tensor.to(self.target.location, self.target.dtype).contiguous()
         self.other_bytes += tensor.nbytes
+        self.other_parameters += tensor.numel()
         return tensor
 
     def _bias(self, module: str, size: int, is_expected: bool) -> Tensor | None:
@@ -108,6 +108,7 @@ class WeightReader:
             bias = self.checkpoint.tensor(name)
             if tuple(bias.shape) != (size,):
                 raise CheckpointError(f"Tensor {name!r} has shape {tuple(bias.shape)}, expected ({size},).")
+            self.planner.check(name, bias)
             # Old AutoGPTQ files carry an all-zero bias for layers that have none.
             return bias.to(self.target.dtype) if is_expected or bool(bias.any()) else None
         if is_expected:
@@ -115,18 +116,38 @@ class WeightReader:
         return None
 
     def _linear_weight(self, module: str, in_features: int, out_features: int) -> QuantizedWeight | Tensor:
-        if not self.checkpoint.has_module(module):
-            raise CheckpointError(
-                f"The checkpoint has no layer {module!r}: it is incomplete or of another architecture."
-            )
+        check_there(self.checkpoint, f"{module}.weight")
         weight = self.checkpoint.linear(module)
-        found = (weight.K, weight.N) if isinstance(weight, QuantizedWeight) else (weight.shape[1], weight.shape[0])
-        if found != (in_features, out_features):
-            raise CheckpointError(
-                f"Layer {module!r} has {found[0]} inputs and {found[1]} outputs, config.json says "
-                f"{in_features} and {out_features}."
-            )
+        check_layer(module, spec_of(weight), in_features, out_features)
+        self.planner.check_weight(module, weight)
         return weight
+
+
+def check_there(checkpoint: Checkpoint, name: str) -> None:
+    if not checkpoint.has(name):
+        raise CheckpointError(f"The checkpoint has no tensor {name!r}: it is incomplete or of another architecture.")
+
+
+def check_shape(name: str, found: tuple[int, ...], expected: tuple[int, ...]) -> None:
+    if found != expected:
+        raise CheckpointError(f"Tensor {name!r} has shape {found}, config.json says it should be {expected}.")
+
+
+def check_layer(module: str, found: LinearSpec, in_features: int, out_features: int) -> None:
+    if (in_features, out_features) != (found.K, found.N):
+        raise CheckpointError(
+            f"Layer {module!r} has {found.K} inputs and {found.N} outputs, config.json says "
+            f"{in_features} and {out_features}."
+        )
+
+
+def check_tied(is_tied: bool) -> None:
+    """To be called where there is no lm_head."""
+    if not is_tied:
+        raise CheckpointError(
+            "The checkpoint has no lm_head and config.json does not tie it to the embedding: "
+            "a file is missing, or 'tie_word_embeddings' should be true."
+        )
 
 
 def _merge(weights: list[QuantizedWeight | Tensor]) -> QuantizedWeight | Tensor | None:

@@ -63,7 +63,7 @@ def finish_reason(output: RequestOutput) -> str:
     """`stop` or `length`. Raises RequestFailedError for a request that the engine ended without an answer."""
     if output.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
         return output.finish_reason.value
-    raise RequestFailedError("The engine ended this request before it was answered; send it again.")
+    raise RequestFailedError(output.error or "The engine ended this request before it was answered; send it again.")
 
 
 def usage_content(usages: Sequence[Usage], n: int = 1) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from starlette.requests import Request
@@ -41,14 +42,15 @@ def list_models_handler(client: EngineClient, settings: ServerSettings) -> Handl
 
 
 def retrieve_model_handler(client: EngineClient, settings: ServerSettings) -> Handler:
-    """Describes the model of the path parameter `model_id`, which may be any of its names."""
+    """Describes the model of the path parameter `model_id`, which may be any of its names, in all `details`."""
 
     async def retrieve_model(request: Request) -> JSONResponse:
         name = request.path_params["model_id"]
         entry = _entry(client, settings)
         if entry is None or name not in _names(entry["id"], settings):
             raise _not_found(name, entry["id"] if entry else "", settings)
-        return JSONResponse(entry)
+        details = client.model_info.details if client.model_info else None
+        return JSONResponse(entry if details is None else entry | {"details": dataclasses.asdict(details)})
 
     return retrieve_model
 
@@ -83,5 +85,6 @@ def _entry(client: EngineClient, settings: ServerSettings) -> dict[str, Any] | N
             "context_length": info.max_model_len,
             "architecture": {"input_modalities": ["text"], "output_modalities": ["text"]},
             "meta": {"n_ctx": info.max_model_len, "n_vocab": info.vocab_size, "format": info.format},
+            "warnings": list(info.warnings),
         }
     return entry

@@ -9,6 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from appliance.errors import CheckpointError, UnsupportedModelError
+from appliance.kernels.spec import LinearSpec
 from appliance.quant.declared import DeclaredQuantization
 from appliance.quant.formats.awq_gemm import GemmLayout
 from appliance.quant.formats.awq_gemv import GemvLayout
@@ -70,14 +71,21 @@ class AwqSource:
         self._files = files
         self._layout = layout
         self._packed = (".qweight", layout.zeros, ".scales")
-        extents = {module: layout.extent(files, module) for module in modules}
+        self._extents = extents = {module: layout.extent(files, module) for module in modules}
         self._check_zeros(modules, declared)
         self._group_sizes = {module: self._group_size(module, extent, declared) for module, extent in extents.items()}
-        symmetric = all(layout.is_symmetric(files, module, extents[module].groups) for module in modules)
+        if files.has_data:
+            symmetric = all(layout.is_symmetric(files, module, extents[module].groups) for module in modules)
+            zeros = "every zero point is 8: symmetric" if symmetric else "zero points differ: asymmetric"
+        else:
+            symmetric = modules[0] + layout.zeros not in files
+            zeros = (
+                "no zero points are stored: symmetric" if symmetric else "zero points are stored, they were not read"
+            )
         evidence = [
             f"{len(modules)} modules hold words of AWQ's {layout.name} layout: "
             f"{shapes_of(files, modules[0], self._packed)}",
-            "every zero point is 8: symmetric" if symmetric else "zero points differ: asymmetric",
+            zeros,
         ]
         warnings = []
         if declared is not None:
@@ -106,6 +114,10 @@ class AwqSource:
 
     def quantized_modules(self) -> list[str]:
         return list(self._group_sizes)
+
+    def spec(self, module: str) -> LinearSpec:
+        extent = self._extents[module]
+        return LinearSpec(extent.inputs, extent.outputs, BITS, self._group_sizes[module])
 
     def tensor(self, name: str) -> Tensor:
         return self._files.tensor(name)

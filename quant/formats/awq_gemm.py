@@ -36,7 +36,7 @@ class GemmLayout:
         check_tensor(files, f"{module}.scales", FLOATS, (groups, outputs))
         if f"{module}.qzeros" in files:
             check_tensor(files, f"{module}.qzeros", (torch.int32,), (groups, words))
-        return Extent(inputs, groups)
+        return Extent(inputs, groups, outputs)
 
     def is_symmetric(self, files: TensorFiles, module: str, groups: int) -> bool:
         name = f"{module}.qzeros"

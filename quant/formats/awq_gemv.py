@@ -38,7 +38,7 @@ class GemvLayout:
         check_tensor(files, f"{module}.scales", FLOATS, (outputs, padded))
         if f"{module}.qzeros" in files:
             check_tensor(files, f"{module}.qzeros", (torch.int32,), (outputs, -(-padded // 8)))
-        return Extent(words * 8, padded_groups(files.tensor(f"{module}.scales").t()))
+        return Extent(words * 8, padded_groups(files.tensor(f"{module}.scales").t()), outputs)
 
     def is_symmetric(self, files: TensorFiles, module: str, groups: int) -> bool:
         return f"{module}.qzeros" not in files or bool((_zeros(files, module, groups) == MIDDLE).all())

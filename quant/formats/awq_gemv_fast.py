@@ -49,7 +49,7 @@ class GemvFastLayout:
         check_tensor(files, f"{module}.scales", FLOATS, (padded, outputs))
         if module + self.zeros in files:
             check_tensor(files, module + self.zeros, FLOATS, (padded, outputs))
-        return Extent(inputs, padded_groups(files.tensor(f"{module}.scales")))
+        return Extent(inputs, padded_groups(files.tensor(f"{module}.scales")), outputs)
 
     def is_symmetric(self, files: TensorFiles, module: str, groups: int) -> bool:
         if module + self.zeros not in files:

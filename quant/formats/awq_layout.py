@@ -22,10 +22,11 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 
 class Extent(NamedTuple):
-    """Inputs K of a module and the groups that they fall into."""
+    """Inputs K of a module, the groups that they fall into, and outputs N."""
 
     inputs: int
     groups: int
+    outputs: int
 
 
 class AwqLayout(Protocol):

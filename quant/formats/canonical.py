@@ -26,6 +26,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from appliance.errors import CheckpointError, UnsupportedModelError
+from appliance.kernels.spec import LinearSpec
 from appliance.quant.formats.source import check_finite, from_zeros, shapes_of
 from appliance.quant.model_folder import INDEX_NAME, read_json
 from appliance.quant.packing import pack_nibble_rows, unpack_nibble_rows
@@ -74,6 +75,12 @@ class CanonicalSource:
 
     def quantized_modules(self) -> list[str]:
         return list(self._modules)
+
+    def spec(self, module: str) -> LinearSpec:
+        entry = self._modules[module]
+        columns = self._files.shape(f"{module}.codes")[-1]
+        has_perm = f"{module}.perm" in self._files
+        return LinearSpec(entry["rows"], columns, entry["bits"], entry["group_size"], has_perm)
 
     def tensor(self, name: str) -> Tensor:
         return self._files.tensor(name)

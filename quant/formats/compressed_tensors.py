@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from appliance.errors import CheckpointError
+from appliance.kernels.spec import LinearSpec
 from appliance.quant.declared import DeclaredQuantization
 from appliance.quant.formats.compressed_tensors_config import CompressedConfig, WeightScheme, read_compressed_config
 from appliance.quant.formats.compressed_tensors_words import PackedLayout, read_codes, read_zeros, words_for
@@ -65,6 +66,11 @@ class CompressedTensorsSource:
     def quantized_modules(self) -> list[str]:
         return list(self._modules)
 
+    def spec(self, module: str) -> LinearSpec:
+        found = self._modules[module]
+        layout = found.layout
+        return LinearSpec(layout.rows, layout.columns, layout.bits, found.group_size, found.permuted)
+
     def tensor(self, name: str) -> Tensor:
         return self._files.tensor(name)
 
@@ -99,8 +105,8 @@ class CompressedTensorsSource:
         return _Module(layout, size, self._is_symmetric(layout, scheme), self._is_permuted(layout, size, scheme))
 
     def _layout(self, module: str, scheme: WeightScheme) -> PackedLayout:
-        rows, columns, words, groups = self._shapes(module)
         bits = scheme.bits
+        rows, columns, words, groups = self._shapes(module, scheme)
         dense, padded = words_for(rows, bits, True), words_for(rows, bits, False)
         if words not in (dense, padded):
             raise CheckpointError(
@@ -114,15 +120,21 @@ class CompressedTensorsSource:
             )
         return PackedLayout(module, rows, columns, groups, bits, words == dense)
 
-    def _shapes(self, module: str) -> tuple[int, int, int, int]:
-        """K, N, words of a row and G."""
+    def _shapes(self, module: str, scheme: WeightScheme) -> tuple[int, int, int, int]:
+        """K, N, words of a row and G. Headers alone do not tell K: then the last group, or word, counts as full."""
         files = self._files
         packed, scale, shape = (module + suffix for suffix in (".weight_packed", ".weight_scale", ".weight_shape"))
         found = shapes_of(files, module, _PACKED)
         for name in (scale, shape):
             if name not in files:
                 raise CheckpointError(f"{name} is missing, only {found} exists: download the model again")
-        values: list[Any] = files.tensor(shape).tolist() if files.shape(shape) == (2,) else []
+        values: list[Any] = []
+        if not files.has_data:
+            whole = files.shape(packed)[-1] * 32 // scheme.bits
+            rows = files.shape(scale)[-1] * scheme.group_size if scheme.group_size else whole
+            values = [files.shape(packed)[0], rows]
+        elif files.shape(shape) == (2,):
+            values = files.tensor(shape).tolist()
         if (
             files.dtype(packed) == torch.int32
             and files.dtype(scale) in _FLOATS
@@ -150,6 +162,8 @@ class CompressedTensorsSource:
                     "configuration or download the model again"
                 )
             return True
+        if not self._files.has_data:
+            return scheme.symmetric
         symmetric = bool((read_zeros(self._files, layout) == layout.middle).all())
         if scheme.symmetric and not symmetric:
             raise CheckpointError(
@@ -173,6 +187,8 @@ class CompressedTensorsSource:
                 f"{name} is {files.dtype(name)} {list(files.shape(name))}, int32 {[rows]} was expected: "
                 f"{files.file(name).name} is damaged, download it again"
             )
+        if not files.has_data:
+            return scheme.act_order
         order, natural = files.tensor(name).to(torch.int64), torch.arange(rows) // group_size
         if torch.equal(order, natural) or bool((order == -1).all()):
             return False

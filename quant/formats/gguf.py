@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from appliance.errors import CheckpointError, UnsupportedModelError
+from appliance.kernels.spec import LinearSpec
 from appliance.quant.formats.gguf_blocks import BLOCK_TYPES, read_blocks
 from appliance.quant.formats.gguf_layout import check_layout
 from appliance.quant.formats.gguf_metadata import config_from_metadata, hugging_face_name
@@ -28,6 +29,8 @@ from appliance.quant.weight import QuantizedWeight
 if TYPE_CHECKING:
     from gguf import GGUFReader, ReaderTensor
 
+_MOST_ELEMENTS = 1 << 21
+"""Of an array of the metadata: vocabularies and merges have up to a million, and the reader takes 20 us for each."""
 _PLAIN = ("F32", "F16", "BF16")
 # Which file of a model to use instead of one with types that are not read, by their beginnings. Codes of the IQ types
 # are looked up in tables: no scale and offset gives their values.
@@ -56,6 +59,12 @@ class GgufSource:
 
     def quantized_modules(self) -> list[str]:
         return [name.removesuffix(".weight") for name, entry in self._entries.items() if entry.type not in _PLAIN]
+
+    def spec(self, module: str) -> LinearSpec:
+        entry = self._entries[f"{module}.weight"]
+        block = BLOCK_TYPES[entry.type]
+        inputs, outputs = map(int, entry.tensor.shape)
+        return LinearSpec(inputs, outputs, block.bits, block.group_size)
 
     def tensor(self, name: str) -> Tensor:
         entry = self._entries[name]
@@ -152,7 +161,7 @@ def _report(entries: dict[str, _Entry]) -> FormatReport:
 
 def _read(path: Path) -> GGUFReader:
     try:
-        from gguf import GGUFReader
+        from gguf import GGUFReader, GGUFValueType
     except ImportError as error:
         raise UnsupportedModelError(f"reading {path.name} needs the gguf package: pip install gguf") from error
 
@@ -163,6 +172,16 @@ def _read(path: Path) -> GGUFReader:
             if int(offset) + int(count) * np.dtype(dtype).itemsize > len(self.data):
                 raise ValueError(f"it ends at byte {len(self.data)}, before what its header promises")
             return super()._get(offset, dtype, count, override_order)
+
+        def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
+            if raw_type == GGUFValueType.ARRAY:
+                kind = GGUFValueType(int(self._get(orig_offs, np.uint32)[0]))
+                count = int(self._get(orig_offs + 4, np.uint64)[0])
+                # A string begins with its length, an array with its type and length.
+                least = np.dtype(self.gguf_scalar_to_np[kind]).itemsize if kind in self.gguf_scalar_to_np else 8
+                if count > _MOST_ELEMENTS or orig_offs + 12 + count * least > len(self.data):
+                    raise ValueError(f"an array of {count} elements is promised at byte {orig_offs}")
+            return super()._get_field_parts(orig_offs, raw_type)
 
     try:
         reader = BoundedReader(path)

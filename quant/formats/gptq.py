@@ -18,6 +18,7 @@ from collections import Counter
 import torch
 from torch import Tensor
 
+from appliance.kernels.spec import LinearSpec
 from appliance.quant.declared import DeclaredQuantization
 from appliance.quant.exceptions import (
     NOT_QUANTIZED,
@@ -57,6 +58,10 @@ class GptqSource:
     def quantized_modules(self) -> list[str]:
         return list(self._modules)
 
+    def spec(self, module: str) -> LinearSpec:
+        found = self._modules[module]
+        return LinearSpec(found.rows, found.columns, found.bits, found.group_size, found.permuted)
+
     def tensor(self, name: str) -> Tensor:
         return self._files.tensor(name)
 
@@ -81,7 +86,9 @@ class GptqSource:
         missing = sum(f"{module}.g_idx" not in self._files for module in self._modules)
         evidence = [
             f"{len(specs)} modules hold words packed along K: {shapes_of(self._files, first, PACKED)}",
-            f"g_idx is permuted in {permuted} modules and absent in {missing}",
+            f"g_idx is permuted in {permuted} modules and absent in {missing}"
+            if self._files.has_data
+            else f"g_idx was not read and is absent in {missing}; the configuration implies {permuted} permuted",
             zeros.evidence,
         ]
         warnings = list(zeros.warnings)

@@ -108,7 +108,9 @@ def _solve_bits(module: str, candidates: list[int], declared: DeclaredQuantizati
 def _is_permuted(
     files: TensorFiles, module: str, rows: int, groups: int, group_size: int, declared: DeclaredQuantization | None
 ) -> bool:
-    """Whether the rows are grouped by a permutation: decided by g_idx, never by the flag."""
+    """Whether the rows are grouped by a permutation: decided by g_idx, never by the flag if there is data."""
+    if not files.has_data:
+        return declared is not None and declared.act_order is True and not declared.static_groups and groups > 1
     natural = torch.arange(rows) // group_size
     order = files.tensor(f"{module}.g_idx").to(torch.int64) if f"{module}.g_idx" in files else None
     if order is not None and torch.equal(order, natural):

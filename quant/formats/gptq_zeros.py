@@ -67,6 +67,10 @@ def study_zero_points(
     each other.
     """
     declared_version = _declared_version(declared)
+    if not files.has_data:
+        symmetric = declared is not None and declared.symmetric is True
+        evidence = f"qzeros were not read; the configuration implies version {declared_version}"
+        return ZeroPoints(declared_version, symmetric, evidence, ())
     survey = _survey(files, modules)
     version, seen = _decide(survey, declared_version)
     warnings = []

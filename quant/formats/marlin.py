@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from appliance.errors import CheckpointError
+from appliance.kernels.spec import LinearSpec
 from appliance.quant.declared import DeclaredQuantization
 from appliance.quant.exceptions import NOT_QUANTIZED, exception_lines, group_text, plain_linears
 from appliance.quant.formats.groups import reported_group_size, solve_group_size
@@ -64,6 +65,10 @@ class MarlinSource:
 
     def quantized_modules(self) -> list[str]:
         return list(self._group_sizes)
+
+    def spec(self, module: str) -> LinearSpec:
+        rows, columns = _rows(self._files, module), self._files.shape(f"{module}.B")[1] // 2
+        return LinearSpec(rows, columns, _BITS, self._group_sizes[module])
 
     def tensor(self, name: str) -> Tensor:
         return self._files.tensor(name)

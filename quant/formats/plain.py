@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from appliance.errors import CheckpointError, UnsupportedModelError
+from appliance.kernels.spec import LinearSpec
 from appliance.quant.declared import DeclaredQuantization
 from appliance.quant.formats.compressed_tensors_config import read_compressed_config
 from appliance.quant.report import FormatReport
@@ -56,6 +57,9 @@ class PlainSource:
 
     def quantized_modules(self) -> list[str]:
         return []
+
+    def spec(self, module: str) -> LinearSpec:
+        raise KeyError(module)
 
     def tensor(self, name: str) -> Tensor:
         return self._files.tensor(name)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from appliance.errors import CheckpointError
+from appliance.kernels.spec import LinearSpec
 from appliance.quant.report import FormatReport
 from appliance.quant.tensor_files import TensorFiles
 from appliance.quant.weight import QuantizedWeight
@@ -25,6 +26,9 @@ class WeightSource(Protocol):
 
     def quantized_modules(self) -> Iterable[str]:
         """Names of the modules whose weight is stored quantised."""
+
+    def spec(self, module: str) -> LinearSpec:
+        """Shape and storage of one of quantized_modules(), without reading it."""
 
     def tensor(self, name: str) -> Tensor:
         """One of plain_names()."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
@@ -19,6 +20,7 @@ from appliance.client import MemoryUse, ModelInfo
 from appliance.settings import Settings
 from appliance.startup_display import ready_text
 from tests.appliance import echo_engine, tokenizer_files
+from tests.fake_client import DETAILS
 
 ROOT = Path(__file__).parents[2]
 WAITS_S = 60.0
@@ -141,6 +143,11 @@ def test_the_ready_text_says_how_many_whole_contexts_fit() -> None:
     assert "the engine holds 612 MiB now" in text
     assert "odd scales" in text
     assert text.splitlines()[-1] == "Press Ctrl-C to stop."
+
+
+def test_the_ready_text_tells_the_verdict_of_the_self_test() -> None:
+    text = ready_text(dataclasses.replace(INFO, details=DETAILS), Settings.load({}), 8000)
+    assert "passed: the weights of 2 layers look right" in text
 
 
 @pytest.mark.parametrize(

@@ -140,6 +140,7 @@ def test_every_engine_setting_can_be_set() -> None:
         "max_num_seqs": "3",
         "max_num_batched_tokens": "99",
         "enable_prefix_caching": False,
+        "allow_failed_self_test": True,
         "max_waiting": "5",
         "threads": "2",
     }

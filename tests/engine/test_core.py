@@ -176,6 +176,7 @@ def test_nan_ends_one_request_alone(
         core.add(name, prompt, GREEDY)
     outputs = drain(core)
     assert outputs["b"][-1].finish_reason is FinishReason.ERROR
+    assert "NaN" in outputs["b"][-1].error
     assert [answer(outputs[name]) for name in "ac"] == [expected[0], expected[2]]
 
 

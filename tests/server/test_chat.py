@@ -277,6 +277,14 @@ async def test_request_that_the_engine_gave_up_is_a_500(reason: FinishReason) ->
     assert (response.status_code, response.json()["error"]["code"]) == (500, "request_failed")
 
 
+@pytest.mark.parametrize(("path", "body"), [(CHAT, {"messages": QUESTION}), ("/v1/completions", {"prompt": "Hi"})])
+async def test_the_engines_cause_reaches_the_client(path: str, body: dict[str, Any]) -> None:
+    client = FakeEngineClient(finish_reason=FinishReason.ERROR, error="The scores are NaN.")
+    async with in_process(client) as http:
+        response = await http.post(path, json=body)
+    assert response.json()["error"]["message"] == "The scores are NaN."
+
+
 async def test_model_without_a_template_is_a_clear_400_and_completes_text() -> None:
     async with in_process(FakeEngineClient(has_chat_template=False)) as http:
         response = await http.post(CHAT, json={"messages": QUESTION})

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from fastapi import FastAPI
 from starlette.responses import HTMLResponse
 from starlette.types import Receive, Scope, Send
 
 from appliance.client import EngineState
+from appliance.model_details import SelfTest, Verdict
 from appliance.server.app import create_app
 from appliance.server.settings import ServerSettings
-from tests.fake_client import FakeEngineClient
+from tests.fake_client import DETAILS, FakeEngineClient
 from tests.server.support import answers_normally, in_process, reach
 
 
@@ -32,6 +35,23 @@ async def test_one_model_is_found_by_its_names_with_slashes(name: str) -> None:
         assert (response.status_code, response.json()["id"]) == (200, "fake/model-4bit")
         response = await http.get("/v1/models/nothing/here")
         assert (response.status_code, response.json()["error"]["code"]) == (404, "model_not_found")
+
+
+async def test_one_model_is_described_in_all_details_and_the_list_stays_short() -> None:
+    failed = SelfTest(Verdict.FAILED, "up is damaged", ("up: its scales hold NaN or infinity",))
+    client = FakeEngineClient(details=dataclasses.replace(DETAILS, self_test=failed))
+    client.info = dataclasses.replace(client.info, warnings=("This model failed its self-test.",))
+    async with in_process(client) as http:
+        entry = (await http.get("/v1/models/default")).json()
+        (listed,) = (await http.get("/v1/models")).json()["data"]
+    assert entry["details"]["self_test"]["verdict"] == "failed"
+    assert entry["details"]["self_test"]["faults"] == ["up: its scales hold NaN or infinity"]
+    assert entry["details"]["layers"][0]["refused"] == [
+        {"kernel": "other", "reason": "needs an NVIDIA card, found cpu"}
+    ]
+    assert set(entry["details"]) == {field.name for field in dataclasses.fields(DETAILS)}
+    assert "details" not in listed
+    assert listed["warnings"] == ["This model failed its self-test."]
 
 
 async def test_models_answer_during_a_load() -> None:

@@ -98,9 +98,12 @@ async def test_engine_that_dies_in_mid_stream_is_told_in_the_stream(path: str) -
         assert await answers_normally(http)
 
 
-async def test_request_that_the_engine_gave_up_is_told_in_the_stream() -> None:
-    chunks = await stream_of(FakeEngineClient([["a", "b"]], finish_reason=FinishReason.ERROR))
+@pytest.mark.parametrize("path", [CHAT, "/v1/completions"])
+async def test_request_that_the_engine_gave_up_is_told_in_the_stream_with_its_cause(path: str) -> None:
+    client = FakeEngineClient([["a", "b"]], finish_reason=FinishReason.ERROR, error="The scores are NaN.")
+    chunks = await stream_of(client, path)
     assert chunks[-1]["error"]["code"] == "request_failed"
+    assert chunks[-1]["error"]["message"] == "The scores are NaN."
     assert all(chunk["choices"][0]["finish_reason"] is None for chunk in chunks[:-1])
 
 

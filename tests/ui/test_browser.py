@@ -12,7 +12,7 @@ from playwright.sync_api import Browser, Dialog, Page, Request, Route, expect, s
 
 from appliance.client import EngineState
 from appliance.ui.app import mount_ui
-from tests.fake_client import FakeEngineClient
+from tests.fake_client import DETAILS, FakeEngineClient
 from tests.ui.serving import serve
 
 pytestmark = pytest.mark.browser
@@ -127,6 +127,15 @@ def test_stop_keeps_the_text_aborts_and_goes_on(page: Page, client: FakeEngineCl
     assert len(client.submitted) == 3
     assert client.submitted[2].prompt == client.submitted[1].prompt
     expect(page.locator(".toast-body")).to_have_count(0)
+
+
+def test_the_model_is_described_in_the_settings(page: Page, client: FakeEngineClient) -> None:
+    client.info = dataclasses.replace(client.info, details=DETAILS)
+    page.reload()
+    page.locator("#settings .toggle-button").click()
+    page.get_by_role("button", name="About this model").click()
+    expect(page.locator("#about .about")).to_contain_text("GPTQ 4-bit, group 128, act-order")
+    expect(page.locator("#about .about")).to_contain_text("passed: the weights of 2 layers look right")
 
 
 def test_text_in_angle_brackets_is_shown_not_executed(page: Page, client: FakeEngineClient) -> None:

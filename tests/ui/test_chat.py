@@ -239,6 +239,13 @@ async def test_an_engine_that_dies_leaves_text_and_message() -> None:
     assert_idle(client)
 
 
+async def test_the_cause_of_an_answer_that_the_engine_gave_up_is_shown() -> None:
+    client = FakeEngineClient([["Hel", "lo"]], finish_reason=FinishReason.ERROR, error="The scores are NaN.")
+    history = (await ask(Chat(client), "One"))[-1]
+    assert message_text(history[-1]) == "Hello"
+    assert "The scores are NaN." in note(history[-1])
+
+
 async def test_a_model_still_loading_is_said() -> None:
     client = FakeEngineClient(state=EngineState.LOADING)
     history = (await ask(Chat(client), "One"))[-1]
