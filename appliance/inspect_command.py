@@ -61,7 +61,7 @@ def _parts(details: ModelDetails) -> Iterator[Any]:
     yield _layer_table(details)
     for (kernel, reason), layers in _refusals(details).items():
         where = "all layers" if len(layers) == len(details.layers) else ", ".join(layers)
-        yield Text(f"Not {kernel} for {where}: it {reason.removeprefix('it ')}.")
+        yield Text(f"Not {kernel} for {where}: it {reason}.")
 
 
 def _facts(details: ModelDetails) -> Iterator[tuple[str, str]]:

@@ -67,8 +67,9 @@ class PlannedLinear:
 
 
 def packed_bytes(plan: LinearPlan, dtype: torch.dtype) -> int:
-    """Bytes of a layer in the layouts of its plan, from its spec alone. Every layout is linear in N, so a few columns
-    are packed and scaled up. A layout that leaves out the offsets of symmetric weights takes less than is said here.
+    """About how many bytes a layer takes in the layouts of its plan, from its spec alone: every layout is linear in N
+    but for padding, so a few columns are packed and scaled up. One that leaves out the offsets of symmetric weights
+    takes less than is said here.
     """
     spec = plan.spec
     columns = min(spec.N, _SAMPLE_COLUMNS)

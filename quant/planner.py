@@ -151,11 +151,11 @@ def _test_kernel(layer: PlannedLinear, phase: Phase, kernel: LinearKernel, refer
     except torch.OutOfMemoryError:
         raise
     except Exception as failure:  # a kernel that cannot be compiled or run is as good as one that computes nonsense
-        reason = f"it failed its self-test with {type(failure).__name__}: {str(failure)[:200]}"
+        reason = f"failed its self-test with {type(failure).__name__}: {str(failure)[:200]}"
     else:
         error = found if found < float("inf") else None
         if error is None:
-            reason = "it failed its self-test: an output was NaN or infinite"
+            reason = "failed its self-test: an output was NaN or infinite"
         elif error > bound:
-            reason = f"it failed its self-test: an output was off by {error:.2g}, {bound:.2g} is allowed"
+            reason = f"failed its self-test: an output was off by {error:.2g}, {bound:.2g} is allowed"
     return KernelTest(kernel.name, phase.value, str(layer.plan.spec), layer.name, bound, error, reason)

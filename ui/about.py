@@ -16,7 +16,7 @@ def about_html(client: EngineClient) -> str:
     info = client.model_info
     if info is None or info.details is None:
         return UNKNOWN
-    facts = "".join(f"<dt>{name}</dt><dd>{html.escape(text)}</dd>" for name, text in _facts(info.details))
+    facts = "".join(f"<dt>{name}</dt><dd>{_escaped(text)}</dd>" for name, text in _facts(info.details))
     layers = "".join(f"<li>{_layer_html(layer)}</li>" for layer in info.details.layers)
     return f'<div class="about"><dl>{facts}</dl><p>Layers</p><ul>{layers}</ul></div>'
 
@@ -40,9 +40,14 @@ def _facts(details: ModelDetails) -> Iterator[tuple[str, str]]:
 
 def _layer_html(layer: LayerPlan) -> str:
     kernels = " and ".join(dict.fromkeys((layer.decode, layer.prefill)))
-    refused = "".join(f"<br>not {html.escape(f'{each.kernel}: it {each.reason}')}" for each in layer.refused)
-    names = html.escape(", ".join(layer.layers).replace("model.layers.", ""))
-    return f"<strong>{names}</strong><br>{layer.count} of {html.escape(layer.spec)}<br>{kernels}{refused}"
+    refused = "".join(f"<br>not {_escaped(f'{each.kernel}: it {each.reason}')}" for each in layer.refused)
+    names = _escaped(", ".join(layer.layers).replace("model.layers.", ""))
+    return f"<strong>{names}</strong><br>{layer.count} of {_escaped(layer.spec)}<br>{kernels}{refused}"
+
+
+def _escaped(text: str) -> str:
+    """On one line: a blank one would end the HTML and begin Markdown, and names come from a file."""
+    return html.escape(" ".join(text.split()))
 
 
 def _mebibytes(nbytes: int) -> str:

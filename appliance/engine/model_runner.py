@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -31,7 +32,7 @@ from appliance.engine.scheduler import ScheduledRequest
 from appliance.errors import SelfTestError
 from appliance.generation_config import tokenizer_vocab_size
 from appliance.kernels.backend import PagedLayout
-from appliance.model_details import ExpectedMemory, ModelDetails
+from appliance.model_details import ExpectedMemory, ModelDetails, Verdict
 from appliance.models.config import ModelConfig
 from appliance.models.decoder import DecoderModel
 from appliance.models.registry import architecture_of, read_model_config
@@ -40,6 +41,8 @@ from appliance.quant.checkpoint import open_checkpoint
 from appliance.quant.planner import LinearPlanner
 from appliance.quant.report import FormatReport
 from appliance.sampling_params import SamplingParams
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,13 +180,15 @@ class ModelRunner:
 
 def _judge(planner: LinearPlanner, is_allowed: bool) -> list[str]:
     """Warnings of what the self-test found. Raises SelfTestError if that forbids serving the model."""
+    self_test = planner.self_test
+    log.info("self-test %s: %s", self_test.verdict, self_test.summary)
     warnings = [
         f"Kernel {test.kernel} is not used for layers like {test.layer}: {test.reason}."
-        for test in planner.self_test.kernels
+        for test in self_test.kernels
         if test.reason
     ]
-    if planner.faults:
-        summary = planner.self_test.summary
+    if self_test.verdict is Verdict.FAILED:
+        summary = self_test.summary
         if not is_allowed:
             raise SelfTestError(
                 f"the model failed its self-test ({summary}): download or quantise it again; `appliance inspect` lists "

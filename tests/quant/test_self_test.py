@@ -229,8 +229,8 @@ def test_a_layer_that_no_kernel_computes_rightly_is_a_fault(monkeypatch: pytest.
     assert layer.plan.decode.name == "bad", "whoever insists gets what was planned"
     (fault,) = planner.faults
     assert fault.startswith("model.layers.0.up: no kernel is left for it")
-    assert "bad: it failed" in fault
-    assert "worse: it failed" in fault
+    assert "bad: failed its self-test" in fault
+    assert "worse: failed its self-test" in fault
     assert planner.self_test.verdict is Verdict.FAILED
 
 

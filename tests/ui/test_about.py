@@ -17,10 +17,11 @@ def test_format_kernels_refusals_and_verdict_are_told() -> None:
 
 
 def test_faults_are_told_and_names_of_a_file_are_no_markup() -> None:
-    failed = SelfTest(Verdict.FAILED, "up is damaged", ("<b>up</b>: every code is 7",))
+    failed = SelfTest(Verdict.FAILED, "up is damaged", ("<b>up</b>\n\n: every code is 7",))
     text = about_html(FakeEngineClient(details=dataclasses.replace(DETAILS, self_test=failed)))
     assert "failed: up is damaged" in text
-    assert "&lt;b&gt;up&lt;/b&gt;: every code is 7" in text
+    assert "&lt;b&gt;up&lt;/b&gt; : every code is 7" in text
+    assert "\n" not in text
     assert "hold &lt;words&gt; packed" in text
 
 
