@@ -30,7 +30,7 @@ float32 errs by the order of its sums: 1e-5 at K = 30000.
 MAX_RATIO = 1 << 13
 """Scales further than this above the median are absurd: a flipped high bit of an fp16 exponent makes 2**16."""
 
-_REFERENCE_ELEMENTS, _FEWEST_COLUMNS = 1 << 20, 256
+_REFERENCE_ELEMENTS, _FEWEST_COLUMNS = 1 << 19, 128
 """Of the weight that is dequantised for a test; of wider layers evenly spaced columns are compared."""
 _SAMPLE = 4096
 """Scales that the median is taken of."""
