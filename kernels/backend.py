@@ -7,6 +7,8 @@ runs without a GPU, its tensors in the CPU's memory: for tests, thousands of tim
 from __future__ import annotations
 
 import importlib.util
+import os
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -100,6 +102,8 @@ def open_backend(device: str) -> Backend:
     if INTERPRETED:
         return TritonBackend(torch.device("cpu"))
     reason = _why_no_gpu()
+    if reason is None and not (os.environ.get("CC") or shutil.which("clang") or shutil.which("gcc")):
+        reason = "Triton compiles its launchers with a C compiler and finds none (install gcc, or set CC)"
     if reason is not None:
         raise NoDeviceError(f"{reason}: use --device cpu")
     return TritonBackend(torch.device("cuda", torch.cuda.current_device()))
