@@ -4,6 +4,7 @@
     |- UsageError                 the command line or a setting is wrong
     |- CheckpointError            the model on disk cannot be served
     |  |- UnsupportedModelError       known to exist, not served here
+    |- QuantizationError          a model could not be quantised, or the result is wrong
     |- InvalidRequestError        400, the request itself is wrong
     |  |- ContextLengthError          prompt longer than the context
     |  |- CapacityError               prompt can never fit the KV pool
@@ -56,6 +57,13 @@ class UnsupportedModelError(CheckpointError):
     """The model is of a format or an architecture that is not served."""
 
     code = "unsupported_model"
+
+
+class QuantizationError(ApplianceError):
+    """A model could not be quantised, or what was written is not what it was made of."""
+
+    code = "quantization_failed"
+    exit_code = 4
 
 
 class InvalidRequestError(ApplianceError):

@@ -34,10 +34,14 @@ MAY_IMPORT = {
     "server": {"base"},
     "ui": {"base"},
     "bench": {"base"},
-    "cli": {"base", "kernels", "quant", "models", "engine", "model_source", "local_client", "server", "ui", "bench"},
+    "quantize": {"base", "quant", "models", "model_source", "local_client"},
+    "cli": {
+        *("base", "kernels", "quant", "models", "engine", "model_source", "local_client"),
+        *("server", "ui", "bench", "quantize"),
+    },
 }
 ROOM_OF_MODULE = {
-    **dict.fromkeys(("kernels", "quant", "models", "engine", "server", "ui", "bench"), None),
+    **dict.fromkeys(("kernels", "quant", "models", "engine", "server", "ui", "bench", "quantize"), None),
     **dict.fromkeys(("local_client", "engine_process", "request_stream"), "local_client"),
     **dict.fromkeys(("chat_template", "detokenizer", "tokenizer"), "local_client"),
     **dict.fromkeys(("model_text", "__init__", "llm", "async_llm_engine", "client_thread"), "local_client"),
