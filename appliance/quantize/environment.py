@@ -37,8 +37,6 @@ def quantizing_python(given: Path | None, progress: Progress) -> Path:
     if given is not None:
         _check(given)
         return given.absolute()  # never resolved: a link into a virtual environment is what makes it one
-    if not (cache_folder() / _ENVIRONMENT).is_dir():  # fail early, before the cache is touched
-        _base_python()
     version = " ".join([*REQUIREMENTS, *map(str, PYTHON)])
     return cached(_ENVIRONMENT, version, lambda folder: _make(folder, progress)) / "bin" / "python"
 
@@ -74,6 +72,7 @@ def _base_python() -> str:
 
 def _make(folder: Path, progress: Progress) -> None:
     """Make the environment in `folder`. It is moved afterwards, which only its scripts would mind, and none is used."""
+    base = _base_python()
     free = shutil.disk_usage(folder.parent).free
     if free < _NEEDED_BYTES:
         raise UsageError(
@@ -82,7 +81,15 @@ def _make(folder: Path, progress: Progress) -> None:
         )
     what = "Making the quantisers' environment"
     progress(what, 0.0)
-    subprocess.run([_base_python(), "-m", "venv", folder], check=True, stdin=subprocess.DEVNULL)
+    made = subprocess.run(
+        [base, "-m", "venv", folder],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    if made.returncode != 0:
+        raise _error(made.stdout)
     command = [str(folder / "bin" / "python"), "-u", "-m", "pip", "install", "--no-input", "--progress-bar=off"]
     command += ["--disable-pip-version-check", "--timeout=15", "--retries=2", *REQUIREMENTS]
     # Beside the result, on the disk that must hold it anyway: /tmp may be small.
@@ -104,10 +111,10 @@ def _make(folder: Path, progress: Progress) -> None:
         finally:
             pip.kill()
     if pip.returncode != 0:
-        raise _pip_error("".join(output))
+        raise _error("".join(output))
 
 
-def _pip_error(output: str) -> UsageError:
+def _error(output: str) -> UsageError:
     if "No space left on device" in output:
         return disk_full()
     if any(sign in output for sign in _NETWORK):
@@ -115,5 +122,7 @@ def _pip_error(output: str) -> UsageError:
             "the quantisers' environment could not be made, the package index was not reached: check the network and "
             f"pip's index and proxy settings, or {_WANTED}"
         )
-    reason = next((line for line in reversed(output.splitlines()) if line.startswith("ERROR")), "pip gave no reason")
+    reason = next(
+        (line for line in reversed(output.splitlines()) if line.lower().startswith("error")), "no reason given"
+    )
     return UsageError(f"the quantisers' environment could not be made ({reason}): correct that, or {_WANTED}")

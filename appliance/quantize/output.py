@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from safetensors import SafetensorError
+
 from appliance.errors import UsageError
 from appliance.quantize.scheme import Scheme
 from appliance.quantize.source import Source, older_config, older_tokenizer_config
@@ -49,6 +51,10 @@ def written_whole(out: Path) -> Iterator[Path]:
         if out.exists():
             shutil.rmtree(out)
         partial.rename(out)
+    except (OSError, SafetensorError) as error:
+        if "No space left on device" not in str(error):
+            raise
+        raise UsageError(f"the disk of {out} is full: free some space there or name another folder") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 

@@ -53,7 +53,12 @@ def _main() -> int:
     messages = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what a library prints is no message
     job = json.loads(sys.stdin.readline())
-    threading.Thread(target=lambda: (sys.stdin.read(), os._exit(1)), daemon=True).start()
+
+    def end_with_the_parent() -> None:
+        sys.stdin.read()
+        os._exit(1)
+
+    threading.Thread(target=end_with_the_parent, daemon=True).start()
 
     def send(**message: Any) -> None:
         print(json.dumps(message), file=messages, flush=True)

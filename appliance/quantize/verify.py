@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from appliance.errors import QuantizationError
 from appliance.quant.checkpoint import Checkpoint, open_checkpoint
@@ -13,13 +14,15 @@ from appliance.quant.weight import QuantizedWeight
 from appliance.quantize.scheme import Scheme
 from appliance.quantize.source import Source
 
-# Modules whose inputs are a norm's outputs, with that norm. AWQ divides the norm by what it multiplies the columns
-# with, so that only the two together can be compared; the other modules it rescales by one another.
-_COMPARED = {
+# Block by block: modules that read a norm's outputs, with that norm; those that the next module undoes the scale of.
+_AFTER_NORM = {
     "self_attn.q_proj": "input_layernorm",
     "self_attn.k_proj": "input_layernorm",
+    "self_attn.v_proj": "input_layernorm",
     "mlp.gate_proj": "post_attention_layernorm",
+    "mlp.up_proj": "post_attention_layernorm",
 }
+_NEXT = {"self_attn.v_proj": "self_attn.o_proj", "mlp.up_proj": "mlp.down_proj"}
 # Of Frobenius norms. Rounding costs about 0.01 at 8 bits, 0.1 at 4, 0.25 at 3 and 0.6 at 2; codes or zero points read
 # in a wrong order cost above 1.
 _ABSURD = {8: 0.1, 4: 0.4, 3: 0.6, 2: 0.95}
@@ -40,11 +43,9 @@ def verify(source: Source, scheme: Scheme, folder: Path) -> Verdict:
     written = open_checkpoint(folder)
     _check_all(source, scheme, written)
     layers = sorted({int(module.split(".")[2]) for module in source.shapes})
-    errors = {}
+    errors: dict[str, float] = {}
     for layer in dict.fromkeys((layers[0], layers[len(layers) // 2], layers[-1])):
-        block = f"model.layers.{layer}"
-        for name, norm in _COMPARED.items():
-            errors[f"{block}.{name}"] = _error(source.checkpoint, written, f"{block}.{name}", f"{block}.{norm}.weight")
+        errors |= _errors(source.checkpoint, written, f"model.layers.{layer}")
     for module, error in errors.items():
         if not error < _ABSURD[scheme.bits]:
             raise QuantizationError(
@@ -60,7 +61,9 @@ def describe_written(checkpoint: Checkpoint) -> str:
 
 
 def _check_all(source: Source, scheme: Scheme, written: Checkpoint) -> None:
-    missing = set(source.checkpoint.names()) - set(written.names()) - {"lm_head.weight"}
+    missing = set(source.checkpoint.names()) - set(written.names())
+    if source.config.get("tie_word_embeddings"):
+        missing.discard("lm_head.weight")  # a copy that some files hold
     if missing:
         raise QuantizationError(f"{sorted(missing)[0]} was not written, so the result was thrown away: report this")
     for name in written.names():
@@ -82,7 +85,29 @@ def _check_all(source: Source, scheme: Scheme, written: Checkpoint) -> None:
         assert (weight.N, weight.K) == (N, K), f"{module} is read as {weight.N} x {weight.K}, expected {N} x {K}"
 
 
-def _error(original: Checkpoint, written: Checkpoint, module: str, norm: str) -> float:
-    expected = original.tensor(f"{module}.weight").float() * original.tensor(norm).float()
-    found = written.tensor(f"{module}.weight") * written.tensor(norm).float()
+def _errors(original: Checkpoint, written: Checkpoint, block: str) -> dict[str, float]:
+    """Relative errors of a block's weights, as far as its outputs depend on them.
+
+    AWQ multiplies columns of a weight and divides what they are multiplied with by the same numbers: the norm before,
+    or the rows of the module before it. So each weight is taken together with its norm, and what a module's rows were
+    divided by is found by least squares and multiplied with the next one's columns.
+    """
+    errors = {}
+    for name, norm in _AFTER_NORM.items():
+        expected, found = (
+            c.tensor(f"{block}.{name}.weight").float() * c.tensor(f"{block}.{norm}.weight").float()
+            for c in (original, written)
+        )
+        if name in _NEXT:
+            rows = (found * expected).sum(1) / expected.square().sum(1).clamp(min=1e-30)
+            expected_next, found_next = (c.tensor(f"{block}.{_NEXT[name]}.weight").float() for c in (original, written))
+            if len(rows) == found_next.shape[1]:  # with shared KV heads they differ, and AWQ leaves both alone
+                found_next = found_next * rows
+                expected = expected * rows.unsqueeze(1)
+            errors[f"{block}.{_NEXT[name]}"] = _relative(found_next, expected_next)
+        errors[f"{block}.{name}"] = _relative(found, expected)
+    return errors
+
+
+def _relative(found: Tensor, expected: Tensor) -> float:
     return float(torch.linalg.norm(found - expected) / torch.linalg.norm(expected))

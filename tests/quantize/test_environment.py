@@ -48,7 +48,7 @@ def test_another_python_than_the_packages_need_is_named(monkeypatch: pytest.Monk
         make()
     found = "{}.{}".format(*sys.version_info[:2])
     assert f"need Python 3.2, this is Python {found} and no python3.2 is on the PATH" in caught.value.message
-    assert not cache.exists()
+    assert [path.suffix for path in cache.iterdir()] == [".lock"]
 
 
 def test_too_little_space_is_found_before_anything_is_made(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
@@ -71,7 +71,7 @@ def test_an_index_that_is_not_reached_leaves_nothing_behind(monkeypatch: pytest.
 
 
 def test_a_full_disk_and_other_failures_of_pip_are_told_apart() -> None:
-    full = environment._pip_error("Installing\nERROR: [Errno 28] No space left on device")
+    full = environment._error("Installing\nERROR: [Errno 28] No space left on device")
     assert "is full" in full.message
-    other = environment._pip_error("Collecting x\nERROR: No matching distribution found for x\n")
+    other = environment._error("Collecting x\nERROR: No matching distribution found for x\n")
     assert "could not be made (ERROR: No matching distribution found for x)" in other.message

@@ -43,10 +43,12 @@ def silent(what: str, fraction: float) -> None:
     pass
 
 
-@pytest.mark.parametrize("is_tied", [True, False])
-def test_autoawq_quantises_on_a_cpu(tmp_path: Path, python: Path, is_tied: bool) -> None:
+@pytest.mark.parametrize(
+    ("family", "is_tied"), [("llama", True), ("mistral", False), ("qwen2", False), ("qwen3", True)]
+)
+def test_autoawq_quantises_on_a_cpu(tmp_path: Path, python: Path, family: str, is_tied: bool) -> None:
     rope = {"rope_type": "default", "rope_theta": 50000.0}
-    model = save_tiny_source(tmp_path / "model", tie_word_embeddings=is_tied, rope_parameters=rope)
+    model = save_tiny_source(tmp_path / "model", family, tie_word_embeddings=is_tied, rope_parameters=rope)
     out = tmp_path / "out"
     shown: list[str] = []
     outcome = quantize(
@@ -69,13 +71,13 @@ def test_autoawq_quantises_on_a_cpu(tmp_path: Path, python: Path, is_tied: bool)
     assert older == [tokenizer(TEXT)["input_ids"], template, 50000.0]
 
 
-@pytest.mark.parametrize("group_size", [32, -1])
+@pytest.mark.parametrize(("family", "group_size"), [("llama", 32), ("qwen2", -1)])
 def test_auto_gptq_is_called_as_it_wants(
-    tmp_path: Path, python: Path, group_size: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, python: Path, family: str, group_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run, "_check_cuda", lambda: None)
     monkeypatch.setattr(run, "_WORKER", Path(__file__).with_name("gptq_on_cpu.py"))
-    model = save_tiny_source(tmp_path / "model", num_key_value_heads=4)
+    model = save_tiny_source(tmp_path / "model", family, num_key_value_heads=4)
     shown: list[str] = []
     scheme = Scheme("gptq", 4, group_size)
     outcome = quantize(Request(str(model), tmp_path / "out", scheme, python=python), lambda what, _: shown.append(what))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -13,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from appliance import LLM, SamplingParams
 from appliance.errors import QuantizationError, UnsupportedModelError, UsageError
 from appliance.quant.checkpoint import open_checkpoint
+from appliance.quant.shards import ShardWriter
 from appliance.quantize import run
 from appliance.quantize.run import Request, quantize
 from appliance.quantize.scheme import Scheme
@@ -46,7 +49,7 @@ def test_a_rounded_model_is_a_standard_folder_that_runs(model: Path, tmp_path: P
     ]
     first, weights, perplexity, warning = outcome.lines()
     assert first == f"{tmp_path / 'out'}: GPTQ 4-bit, group 32, symmetric"
-    assert weights.startswith("weights    6 compared, largest relative error 0.")
+    assert weights.startswith("weights    14 compared, largest relative error 0.")
     assert warning == ("warning    rounded to nearest, without calibration: --method awq or gptq gives better answers")
     assert outcome.perplexities is not None
     before, after = outcome.perplexities
@@ -141,6 +144,16 @@ def test_a_worker_that_dies_leaves_its_log_and_no_folder(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.log", "worker.py"]
 
 
+def test_a_full_disk_is_told_and_leaves_nothing(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(writer: ShardWriter) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(ShardWriter, "close", fail)
+    with pytest.raises(UsageError, match=r"the disk of .*/out is full"):
+        rounded(model, tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.fixture
 def written(model: Path, tmp_path: Path) -> tuple[Source, Path]:
     rounded(model, tmp_path / "out")
@@ -148,15 +161,19 @@ def written(model: Path, tmp_path: Path) -> tuple[Source, Path]:
 
 
 Q_PROJ = "model.layers.0.self_attn.q_proj"
+LAYERS: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
+LAYERS += ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+CODES = [f"model.layers.1.{layer}.qweight" for layer in LAYERS]
 
 
 @pytest.mark.parametrize(
     ("damage", "sentence"),
     [
-        (lambda t: {f"{Q_PROJ}.qweight": t[f"{Q_PROJ}.qweight"].flip(0)}, "written with a relative error of 1"),
+        *((lambda t, name=name: {name: t[name].flip(0)}, "written with a relative error of 1") for name in CODES),
         (lambda t: {f"{Q_PROJ}.scales": t[f"{Q_PROJ}.scales"] * 2}, "relative error of 1"),
         (lambda t: {"lm_head.weight": t["lm_head.weight"] * torch.inf}, "lm_head.weight does not fit float16"),
         (lambda t: {"model.norm.weight": None}, "model.norm.weight was not written"),
+        (lambda t: {"lm_head.weight": None}, "lm_head.weight was not written"),
     ],
 )
 def test_weights_that_are_not_those_of_the_model_are_found(

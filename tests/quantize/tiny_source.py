@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from tests.appliance.tokenizer_files import byte_level_bpe, save_byte_level_bpe
-from tests.models.tiny import save_tiny_llama
+from tests.models.tiny import save_tiny
 
 
-def save_tiny_source(folder: Path, **overrides: Any) -> Path:
+def save_tiny_source(folder: Path, family: str = "llama", **overrides: Any) -> Path:
     tokenizer = byte_level_bpe()
     save_byte_level_bpe(folder, tokenizer_class="TokenizersBackend", extra_special_tokens=["<pad>"])
     settings: dict[str, Any] = {
@@ -23,5 +23,5 @@ def save_tiny_source(folder: Path, **overrides: Any) -> Path:
         "vocab_size": tokenizer.get_vocab_size(),
         "eos_token_id": tokenizer.token_to_id("<|im_end|>"),
     }
-    save_tiny_llama(folder, **(settings | overrides))
+    save_tiny(folder, family, **(settings | overrides))
     return folder
