@@ -74,7 +74,7 @@ def quantize(request: Request, progress: Progress) -> Outcome:
     calibration = read_calibration(request.calibration, source.folder)
     log = request.out.with_name(request.out.name + ".log")
     python = None if request.scheme.method == "rtn" else quantizing_python(request.python, progress)
-    before = perplexity(source.folder, calibration.held_out, log, progress) if request.measure else 0.0
+    before = _perplexity_before(source, calibration, log, progress) if request.measure else None
     with written_whole(request.out) as folder:
         if python is None:
             _round_to_nearest(source, request.scheme, folder, progress)
@@ -84,12 +84,21 @@ def quantize(request: Request, progress: Progress) -> Outcome:
         progress("Comparing with the original", 0.0)
         verdict = verify(source, request.scheme, folder)
     perplexities = None
-    if request.measure:
+    if before is not None:
         try:
             perplexities = (before, perplexity(request.out, calibration.held_out, log, progress))
         except QuantizationError as error:
             raise QuantizationError(f"{request.out} was written, but could not be run: {error.message}") from error
     return Outcome(request.out, verdict, perplexities, _warnings(request, calibration))
+
+
+def _perplexity_before(source: Source, calibration: Calibration, log: Path, progress: Progress) -> float:
+    try:
+        return perplexity(source.folder, calibration.held_out, log, progress)
+    except QuantizationError as error:
+        raise QuantizationError(
+            f"the perplexity of {source.folder} could not be measured: {error.message}; --no-perplexity leaves it out"
+        ) from error
 
 
 def _check_cuda() -> None:

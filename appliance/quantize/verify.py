@@ -77,12 +77,12 @@ def _check_all(source: Source, scheme: Scheme, written: Checkpoint) -> None:
         weight = written.linear(module)
         N, K = source.shapes[module]
         size = K if scheme.group_size == -1 else scheme.group_size
-        if not isinstance(weight, QuantizedWeight) or (weight.bits, weight.group_size) != (scheme.bits, size):
+        wanted = (N, K, scheme.bits, size)
+        if not isinstance(weight, QuantizedWeight) or (weight.N, weight.K, weight.bits, weight.group_size) != wanted:
             raise QuantizationError(
-                f"{module} was not written with {scheme.bits} bits in groups of {size}, so the result was thrown away: "
-                "report this"
+                f"{module} was not written as {N} x {K} with {scheme.bits} bits in groups of {size}, so the result was "
+                "thrown away: report this"
             )
-        assert (weight.N, weight.K) == (N, K), f"{module} is read as {weight.N} x {weight.K}, expected {N} x {K}"
 
 
 def _errors(original: Checkpoint, written: Checkpoint, block: str) -> dict[str, float]:

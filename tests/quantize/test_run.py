@@ -90,6 +90,15 @@ def test_what_is_wrong_is_told_before_anything_is_done(
     assert not out.exists()
 
 
+def test_a_model_that_cannot_be_measured_can_be_quantised_without(tmp_path: Path) -> None:
+    model = save_tiny_source(tmp_path / "model", max_position_embeddings=64)
+    with pytest.raises(
+        QuantizationError, match=r"of .*/model could not be measured: .*; --no-perplexity leaves it out"
+    ):
+        rounded(model, tmp_path / "out", measure=True)
+    assert rounded(model, tmp_path / "out").perplexities is None
+
+
 STAND_IN = """
 import json, sys
 from pathlib import Path
@@ -191,5 +200,5 @@ def test_weights_that_are_not_those_of_the_model_are_found(
 
 def test_another_scheme_than_the_one_asked_for_is_found(written: tuple[Source, Path]) -> None:
     source, folder = written
-    with pytest.raises(QuantizationError, match="was not written with 4 bits in groups of 64"):
+    with pytest.raises(QuantizationError, match="was not written as 128 x 192 with 4 bits in groups of 64"):
         verify(source, Scheme("rtn", 4, 64), folder)
