@@ -23,9 +23,9 @@ _AFTER_NORM = {
     "mlp.up_proj": "post_attention_layernorm",
 }
 _NEXT = {"self_attn.v_proj": "self_attn.o_proj", "mlp.up_proj": "mlp.down_proj"}
-# Of Frobenius norms. Rounding costs about 0.01 at 8 bits, 0.1 at 4, 0.25 at 3 and 0.6 at 2; codes or zero points read
-# in a wrong order cost above 1.
-_ABSURD = {8: 0.1, 4: 0.4, 3: 0.6, 2: 0.95}
+# Of Frobenius norms. Rounding costs about 0.01 at 8 bits, 0.1 at 4, 0.3 at 3 and 0.7 at 2; codes or zero points read
+# in a wrong order cost about 1.4.
+_ABSURD = {8: 0.1, 4: 0.45, 3: 0.7, 2: 1.2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,25 +86,24 @@ def _check_all(source: Source, scheme: Scheme, written: Checkpoint) -> None:
 
 
 def _errors(original: Checkpoint, written: Checkpoint, block: str) -> dict[str, float]:
-    """Relative errors of a block's weights, as far as its outputs depend on them.
+    """Relative errors of a block's weights against what was rounded to get them.
 
-    AWQ multiplies columns of a weight and divides what they are multiplied with by the same numbers: the norm before,
-    or the rows of the module before it. So each weight is taken together with its norm, and what a module's rows were
-    divided by is found by least squares and multiplied with the next one's columns.
+    AWQ first multiplies columns of a weight and divides what they are multiplied with by the same numbers: the norm
+    before, or the rows of the module before it. The norms' tell the former; the latter are found by least squares.
     """
     errors = {}
     for name, norm in _AFTER_NORM.items():
-        expected, found = (
-            c.tensor(f"{block}.{name}.weight").float() * c.tensor(f"{block}.{norm}.weight").float()
-            for c in (original, written)
-        )
+        norms = [c.tensor(f"{block}.{norm}.weight").float() for c in (original, written)]
+        columns = torch.where(norms[1] == 0, 1.0, norms[0] / norms[1])
+        expected = original.tensor(f"{block}.{name}.weight").float() * columns
+        found = written.tensor(f"{block}.{name}.weight")
         if name in _NEXT:
             rows = (found * expected).sum(1) / expected.square().sum(1).clamp(min=1e-30)
-            expected_next, found_next = (c.tensor(f"{block}.{_NEXT[name]}.weight").float() for c in (original, written))
-            if len(rows) == found_next.shape[1]:  # with shared KV heads they differ, and AWQ leaves both alone
-                found_next = found_next * rows
+            expected_next = original.tensor(f"{block}.{_NEXT[name]}.weight").float()
+            if len(rows) == expected_next.shape[1]:  # with shared KV heads they differ, and AWQ leaves both alone
                 expected = expected * rows.unsqueeze(1)
-            errors[f"{block}.{_NEXT[name]}"] = _relative(found_next, expected_next)
+                expected_next = expected_next / rows.where(rows != 0, 1.0)
+            errors[f"{block}.{_NEXT[name]}"] = _relative(written.tensor(f"{block}.{_NEXT[name]}.weight"), expected_next)
         errors[f"{block}.{name}"] = _relative(found, expected)
     return errors
 
