@@ -57,6 +57,17 @@ def awq(model: Any, job: dict[str, Any], report: Report) -> Any:
             self.done += 1
             return super()._get_input_feat(*args)
 
+        def _compute_best_scale(self, x: Any, w_mean: Any, x_mean: Any, module: Any, *args: Any) -> Any:
+            """The search keeps the weights by `state_dict().cpu()` and then scales them in place: on a CPU that copies
+            nothing, so that it would go on from, and end with, weights that are scaled already.
+            """
+            original = module.state_dict
+            module.state_dict = lambda: {name: tensor.clone() for name, tensor in original().items()}
+            try:
+                return super()._compute_best_scale(x, w_mean, x_mean, module, *args)
+            finally:
+                del module.state_dict
+
     kind = model.config.model_type
     wrapper = AWQ_CAUSAL_LM_MODEL_MAP[kind](model, kind, False, model.config, AwqConfig(), None)
     model.config.use_cache = False
