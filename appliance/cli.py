@@ -8,6 +8,7 @@ import sys
 import types
 import typing
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn
 
 import typer
@@ -108,6 +109,47 @@ def _serve(**values: Any) -> None:
     from appliance.serve import serve
 
     raise typer.Exit(serve(settings))
+
+
+@app.command("quantize")
+def _quantize(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Folder of an unquantised model, 16- or 32-bit.")],
+    out: Annotated[Path, typer.Option(help="Folder to write.")],
+    method: Annotated[
+        str,
+        typer.Option(
+            metavar="awq|gptq|rtn", help="autoawq; auto-gptq, which needs an NVIDIA card; or rounding to nearest."
+        ),
+    ] = "awq",
+    bits: Annotated[int, typer.Option(help="awq: 4; gptq: 2, 3, 4, 8; rtn: 4, 8.")] = 4,
+    group_size: Annotated[
+        int, typer.Option(help="Inputs that share a scale: 16, 32, 64, 128, and -1 (all) but for awq.")
+    ] = 128,
+    calibration: Annotated[
+        Path | None, typer.Option(help="Text file to calibrate on, a fifth of it to measure on. Default: a small one.")
+    ] = None,
+    python: Annotated[
+        Path | None,
+        typer.Option(
+            envvar="APPLIANCE_QUANTIZE_PYTHON",
+            help="Python that has auto-gptq and autoawq. Default: an environment made in the cache.",
+        ),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace a model folder at --out.")] = False,
+    perplexity: Annotated[bool, typer.Option(help="Measure perplexity before and after.")] = True,
+) -> None:
+    """Quantise MODEL into a new folder, read it back, and compare the two.
+
+    The first use of awq or gptq installs the packages into an environment of their own (about 3 GB).
+    """
+    from appliance.quantize.run import Request, quantize
+    from appliance.quantize.scheme import Scheme
+    from appliance.startup_display import StartupDisplay
+
+    request = Request(model, out, Scheme(method, bits, group_size), calibration, python, force, perplexity)
+    with StartupDisplay() as display:
+        outcome = quantize(request, display.show)
+    print("\n".join(outcome.lines()))
 
 
 def _wants_traceback(arguments: list[str]) -> bool:

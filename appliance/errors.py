@@ -5,6 +5,7 @@
     |- CheckpointError            the model on disk cannot be served
     |  |- UnsupportedModelError       known to exist, not served here
     |  |- SelfTestError               its weights, or every kernel for them, failed the test at load
+    |- QuantizationError          a model could not be quantised, or the result is wrong
     |- InvalidRequestError        400, the request itself is wrong
     |  |- ContextLengthError          prompt longer than the context
     |  |- CapacityError               prompt can never fit the KV pool
@@ -63,6 +64,13 @@ class SelfTestError(CheckpointError):
     """Weights that cannot be right, or that no kernel computes rightly with."""
 
     code = "self_test_failed"
+
+
+class QuantizationError(ApplianceError):
+    """A model could not be quantised, or what was written is not what it was made of."""
+
+    code = "quantization_failed"
+    exit_code = 4
 
 
 class InvalidRequestError(ApplianceError):

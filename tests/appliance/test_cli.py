@@ -53,11 +53,12 @@ def test_every_setting_has_a_flag_except_secrets(tmp_path: Path) -> None:
     assert "Default: 127.0.0.1." in text
 
 
-def test_help_imports_nothing_heavy() -> None:
+@pytest.mark.parametrize("command", ["serve", "quantize"])
+def test_help_imports_nothing_heavy(command: str) -> None:
     code = (
         "import sys\n"
         "from appliance.cli import app\n"
-        "app(['serve', '--help'], standalone_mode=False)\n"
+        f"app(['{command}', '--help'], standalone_mode=False)\n"
         "print(sorted(m for m in sys.modules if '.' not in m), file=sys.stderr)\n"
     )
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
@@ -73,6 +74,8 @@ def test_help_imports_nothing_heavy() -> None:
         (["sreve"], "No such command 'sreve'"),
         (["serve", "no such model"], "/no such model does not exist: MODEL is a folder with config.json"),
         (["serve", "--host", "0.0.0.0"], "host 0.0.0.0 lets other machines use this server and there is no API key"),
+        (["quantize", "model", "--out", "out", "--bits", "3"], "--bits 3 is not possible with --method awq: use 4"),
+        (["quantize", "no such model", "--out", "out"], "/no such model does not exist: MODEL is a folder with config"),
         (["serve", "--host", "203.0.113.1", "--no-auth"], "host '203.0.113.1' is no address of this machine"),
     ],
 )

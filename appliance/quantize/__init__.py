@@ -1,0 +1,1 @@
+"""`appliance quantize`: an unquantised model folder becomes a GPTQ or AWQ one, calibrated, checked and compared."""
