@@ -61,6 +61,8 @@ class LoadedModel:
     device: str
     """cpu, or cuda and which card."""
     memory: MemoryUse
+    is_text_part: bool
+    """Of a model that takes images too."""
     vocab_size: int
     """Token ids that may be read and sampled: rows of the embedding, less those that the tokenizer has no token for."""
     content_digest: bytes
@@ -89,7 +91,8 @@ class ModelRunner:
             model_config = read_model_config(checkpoint.config, architecture)
             dtype, warnings = _compute_dtype(config.dtype, self.backend.name, checkpoint.config)
             keep_dense = _keeps_dense(model_config, dtype, available, self.backend.name)
-            reader = WeightReader(checkpoint, Target(self.backend.name, dtype, keep_dense, device))
+            target = Target(self.backend.name, dtype, keep_dense, device)
+            reader = WeightReader(checkpoint, target, model_config.names)
             self.model = DecoderModel(
                 model_config, reader, self.backend, lambda fraction: progress("loading", fraction)
             )
@@ -109,6 +112,7 @@ class ModelRunner:
         card = f" ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else ""
         self.loaded = LoadedModel(
             architecture=architecture,
+            is_text_part=model_config.is_text_part,
             report=checkpoint.report,
             kernels=reader.kernel_names,
             dtype=dtype,

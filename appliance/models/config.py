@@ -8,6 +8,7 @@ from appliance.errors import CheckpointError, UnsupportedModelError
 from appliance.models.cache_group import CacheGroup, group_layers
 from appliance.models.config_fields import ConfigFields
 from appliance.models.rope_config import RopeConfig, YarnScaling, read_rope
+from appliance.models.tensor_names import LLAMA_NAMES, TensorNames
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,9 @@ class ModelConfig:
     rope: RopeConfig
     cache_groups: tuple[CacheGroup, ...]
     """Together they name every layer once."""
+    names: TensorNames = LLAMA_NAMES
+    is_text_part: bool = False
+    """Of a model that takes images too, which are not served."""
 
     @property
     def windows(self) -> tuple[int | None, ...]:

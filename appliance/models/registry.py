@@ -9,13 +9,14 @@ from appliance.errors import UnsupportedModelError
 from appliance.models.config import ModelConfig
 from appliance.models.config_fields import ConfigFields
 from appliance.models.llama import llama
-from appliance.models.mistral import mistral
+from appliance.models.mistral import mistral, mistral3
 from appliance.models.qwen2 import qwen2
 from appliance.models.qwen3 import qwen3
 
 MODELS: dict[str, Callable[[ConfigFields], ModelConfig]] = {
     "LlamaForCausalLM": llama,
     "MinistralForCausalLM": mistral,
+    "Mistral3ForConditionalGeneration": mistral3,
     "MistralForCausalLM": mistral,
     "Qwen2ForCausalLM": qwen2,
     "Qwen3ForCausalLM": qwen3,

@@ -10,6 +10,7 @@ from torch import Tensor
 from appliance.errors import CheckpointError
 from appliance.kernels.dense import DenseLinear
 from appliance.kernels.spec import LinearKernel, Target
+from appliance.models.tensor_names import LM_HEAD, TensorNames
 from appliance.quant.checkpoint import Checkpoint
 from appliance.quant.linear import PlannedLinear
 from appliance.quant.weight import QuantizedWeight, concatenate
@@ -30,9 +31,11 @@ class FusedLinear:
 class WeightReader:
     """Hands a model its weights one module at a time and keeps count of what was packed how."""
 
-    def __init__(self, checkpoint: Checkpoint, target: Target) -> None:
+    def __init__(self, checkpoint: Checkpoint, target: Target, names: TensorNames) -> None:
+        """names: where this checkpoint keeps what the methods are asked for by Llama's names."""
         self.checkpoint = checkpoint
         self.target = target
+        self._on_disk = names.resolve(checkpoint.has)
         self.linears: list[PlannedLinear] = []
         self.other_bytes = 0
 
@@ -57,15 +60,16 @@ class WeightReader:
         embedding, if tied. Raises CheckpointError if it is neither there nor tied.
         """
         weight: QuantizedWeight | Tensor = embed
-        if self.checkpoint.has_module("lm_head"):
+        name = self._on_disk(LM_HEAD)
+        if self.checkpoint.has_module(name):
             vocab_size, hidden_size = embed.shape
-            weight = self._linear_weight("lm_head", hidden_size, vocab_size)
+            weight = self._linear_weight(name, hidden_size, vocab_size)
         elif not is_tied:
             raise CheckpointError(
                 "The checkpoint has no lm_head and config.json does not tie it to the embedding: "
                 "a file is missing, or 'tie_word_embeddings' should be true."
             )
-        linear = PlannedLinear("lm_head", weight, None, self.target)
+        linear = PlannedLinear(name, weight, None, self.target)
         self.linears.append(linear)
         if isinstance(linear.decode, DenseLinear) and linear.decode.weight is embed:
             self.other_bytes -= embed.nbytes  # one tensor serves both ends
@@ -73,7 +77,7 @@ class WeightReader:
 
     def fused(self, prefix: str, outputs: Mapping[str, int], in_features: int, has_bias: bool) -> FusedLinear:
         """Projections `prefix.name` with their numbers of outputs, fused along N where specs and permutations agree."""
-        names = [f"{prefix}.{name}" for name in outputs]
+        names = [self._on_disk(f"{prefix}.{name}") for name in outputs]
         weights = [self._linear_weight(n, in_features, size) for n, size in zip(names, outputs.values(), strict=True)]
         biases = [self._bias(n, size, has_bias) for n, size in zip(names, outputs.values(), strict=True)]
         merged = _merge(weights)
@@ -89,6 +93,7 @@ class WeightReader:
         return FusedLinear(parts)
 
     def _plain(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        name = self._on_disk(name)
         if not self.checkpoint.has(name):
             raise CheckpointError(
                 f"The checkpoint has no tensor {name!r}: it is incomplete or of another architecture."

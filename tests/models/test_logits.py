@@ -35,6 +35,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "mistral-window": {"sliding_window": 24},
     "mistral-window_of_a_block": {"sliding_window": 16},
     "mistral-window_of_one": {"sliding_window": 1},
+    "mistral3-text_part": {"sliding_window": None, "head_dim": 24},
+    "mistral3-text_part_gptq": {"sliding_window": None, "is_quantized": True},
     "mistral-window_gptq": {"sliding_window": 24, "is_quantized": True},
     "ministral-layer_types": {"sliding_window": 24, "layer_types": MIXED},
     "qwen2-unused_window": {"use_sliding_window": False, "sliding_window": 24, "max_window_layers": 0},

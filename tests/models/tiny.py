@@ -17,8 +17,11 @@ from transformers import (
     LlamaForCausalLM,
     MinistralConfig,
     MinistralForCausalLM,
+    Mistral3Config,
+    Mistral3ForConditionalGeneration,
     MistralConfig,
     MistralForCausalLM,
+    PixtralVisionConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -28,9 +31,22 @@ from transformers import (
 
 from tests.quant.writers import exact_weight, gptq_config, gptq_tensors, gptqmodel_zero_words
 
+
+def _mistral3(**text: Any) -> Mistral3Config:
+    sizes: dict[str, Any] = {
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
+    vision = PixtralVisionConfig(image_size=32, patch_size=16, **sizes)
+    return Mistral3Config(text_config=MistralConfig(**text), vision_config=vision, tie_word_embeddings=False)
+
+
 FAMILIES: dict[str, tuple[Any, Any]] = {
     "llama": (LlamaConfig, LlamaForCausalLM),
     "ministral": (MinistralConfig, MinistralForCausalLM),
+    "mistral3": (_mistral3, Mistral3ForConditionalGeneration),
     "mistral": (MistralConfig, MistralForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
@@ -39,8 +55,8 @@ GROUP_SIZE = 32
 
 
 def layers_at_4_bits(module: str) -> int:
-    """All of them but lm_head, which stays plain."""
-    return 0 if module == "lm_head" else 4
+    """All of the text part but lm_head, which stays plain."""
+    return 0 if module == "lm_head" or "vision" in module or "projector" in module else 4
 
 
 def save_tiny(
