@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +89,9 @@ class ModelRunner:
         try:
             architecture = architecture_of(checkpoint.config)
             model_config = read_model_config(checkpoint.config, architecture)
+            if config.max_model_len is not None:
+                shortened = min(config.max_model_len, model_config.max_position)
+                model_config = replace(model_config, max_position=shortened)
             dtype, warnings = _compute_dtype(config.dtype, self.backend.name, checkpoint.config)
             keep_dense = _keeps_dense(model_config, dtype, available, self.backend.name)
             target = Target(self.backend.name, dtype, keep_dense, device)

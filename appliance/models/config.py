@@ -57,13 +57,15 @@ def decoder_config(
     mlp_bias: bool = False,
     qk_norm: bool = False,
     head_dim: int | None = None,
+    partial_rotary_factor: float | None = None,
     cache_groups: tuple[CacheGroup, ...] | None = None,
 ) -> ModelConfig:
     """What all served architectures write alike, and what the one at hand adds to it.
 
-    head_dim: what an absent one means, None for hidden_size / num_attention_heads; cache_groups: None for full
-    attention in every layer. Raises CheckpointError naming the key, what was found and what was expected;
-    UnsupportedModelError for an activation or a rotary scaling that is not served.
+    head_dim: what an absent one means, None for hidden_size / num_attention_heads; partial_rotary_factor: likewise,
+    None where all dimensions turn always; cache_groups: None for full attention in every layer. Raises CheckpointError
+    naming the key, what was found and what was expected; UnsupportedModelError for an activation or a rotary scaling
+    that is not served.
     """
     hidden_size = fields.integer("hidden_size", 1 << 20)
     num_heads = fields.integer("num_attention_heads", 1 << 12)
@@ -80,7 +82,7 @@ def decoder_config(
     if activation != "silu":
         raise UnsupportedModelError(f"config.json says 'hidden_act' is {activation!r}: this architecture uses 'silu'.")
     max_position = fields.integer("max_position_embeddings", 1 << 30, 2048)
-    rope = read_rope(fields, max_position)
+    rope = read_rope(fields, max_position, head_dim, partial_rotary_factor)
     if isinstance(rope.scaling, YarnScaling):
         # Makers who leave YaRN to the user (Qwen 2.5) leave the original context in max_position_embeddings.
         max_position = max(max_position, int(rope.scaling.original_max_position * rope.scaling.factor))

@@ -3,6 +3,7 @@ RMSNorm, SwiGLU; `ModelConfig` says which biases, norms and windows.
 
 Tensors (Hugging Face names): model.embed_tokens, model.layers.N.{input_layernorm, self_attn.{q,k,v,o}_proj,
 self_attn.{q,k}_norm, post_attention_layernorm, mlp.{gate,up,down}_proj}, model.norm, lm_head (absent when tied).
+A checkpoint may hold self_attn.qkv_proj and mlp.gate_up_proj as one layer each.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import Tensor
 from appliance.kernels.backend import Attention, Backend
 from appliance.kernels.spec import LinearKernel
 from appliance.models.config import ModelConfig
-from appliance.models.rope import RotaryTable
+from appliance.models.rope import RotaryTable, head_order
 from appliance.models.weights import FusedLinear, WeightReader
 
 
@@ -37,16 +38,24 @@ class DecoderLayer:
         q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         hidden, intermediate = config.hidden_size, config.intermediate_size
         attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
+        order = head_order(config.rope, config.head_dim)
         self.qkv: FusedLinear = weights.fused(
-            attention, {"q_proj": q, "k_proj": kv, "v_proj": kv}, hidden, config.qkv_bias
+            attention,
+            {"q_proj": q, "k_proj": kv, "v_proj": kv},
+            hidden,
+            config.qkv_bias,
+            whole="qkv_proj",
+            head_orders={} if order is None else {"q_proj": order, "k_proj": order},
         )
         self.qk_norm: Tensor | None = None
         if config.qk_norm:
             q_norm, k_norm = (weights.norm(f"{attention}.{name}_norm.weight", config.head_dim) for name in ("q", "k"))
             # [heads of q and k, head_dim]: the two are normed and turned as one.
-            self.qk_norm = torch.cat([q_norm.expand(config.num_heads, -1), k_norm.expand(config.num_kv_heads, -1)])
+            qk_norm = torch.cat([q_norm.expand(config.num_heads, -1), k_norm.expand(config.num_kv_heads, -1)])
+            self.qk_norm = qk_norm if order is None else qk_norm[:, order.to(qk_norm.device)].contiguous()
         self.output = weights.fused(attention, {"o_proj": hidden}, q, config.output_bias)
-        self.gate_up = weights.fused(mlp, {"gate_proj": intermediate, "up_proj": intermediate}, hidden, config.mlp_bias)
+        gate_up = {"gate_proj": intermediate, "up_proj": intermediate}
+        self.gate_up = weights.fused(mlp, gate_up, hidden, config.mlp_bias, whole="gate_up_proj")
         self.down = weights.fused(mlp, {"down_proj": hidden}, intermediate, config.mlp_bias)
 
     def __call__(

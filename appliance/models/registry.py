@@ -10,6 +10,7 @@ from appliance.models.config import ModelConfig
 from appliance.models.config_fields import ConfigFields
 from appliance.models.llama import llama
 from appliance.models.mistral import mistral, mistral3
+from appliance.models.phi3 import phi3
 from appliance.models.qwen2 import qwen2
 from appliance.models.qwen3 import qwen3
 
@@ -18,6 +19,7 @@ MODELS: dict[str, Callable[[ConfigFields], ModelConfig]] = {
     "MinistralForCausalLM": mistral,
     "Mistral3ForConditionalGeneration": mistral3,
     "MistralForCausalLM": mistral,
+    "Phi3ForCausalLM": phi3,
     "Qwen2ForCausalLM": qwen2,
     "Qwen3ForCausalLM": qwen3,
 }

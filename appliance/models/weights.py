@@ -75,11 +75,35 @@ class WeightReader:
             self.other_bytes -= embed.nbytes  # one tensor serves both ends
         return linear.decode
 
-    def fused(self, prefix: str, outputs: Mapping[str, int], in_features: int, has_bias: bool) -> FusedLinear:
-        """Projections `prefix.name` with their numbers of outputs, fused along N where specs and permutations agree."""
+    def fused(
+        self,
+        prefix: str,
+        outputs: Mapping[str, int],
+        in_features: int,
+        has_bias: bool,
+        *,
+        whole: str | None = None,
+        head_orders: Mapping[str, Tensor] | None = None,
+    ) -> FusedLinear:
+        """Projections `prefix.name` with their numbers of outputs, fused along N where specs and permutations agree.
+
+        whole: name under which a checkpoint may hold them as one layer, in this order. head_orders: [head_dim] for
+        projections whose outputs are heads, which dimension of the checkpoint's heads each of ours is.
+        """
+        orders = {name: _per_head(order, outputs[name]) for name, order in (head_orders or {}).items()}
+        if whole is not None and self.checkpoint.has_module(self._on_disk(f"{prefix}.{whole}")):
+            rows, size = [], 0
+            for name in outputs:
+                rows.append(size + orders.get(name, torch.arange(outputs[name])))
+                size += outputs[name]
+            orders = {whole: torch.cat(rows)} if orders else {}
+            outputs = {whole: size}
         names = [self._on_disk(f"{prefix}.{name}") for name in outputs]
         weights = [self._linear_weight(n, in_features, size) for n, size in zip(names, outputs.values(), strict=True)]
         biases = [self._bias(n, size, has_bias) for n, size in zip(names, outputs.values(), strict=True)]
+        for i, name in enumerate(outputs):
+            if name in orders:
+                weights[i], biases[i] = _reorder(weights[i], biases[i], orders[name])
         merged = _merge(weights)
         if merged is None:
             parts = [PlannedLinear(n, w, b, self.target) for n, w, b in zip(names, weights, biases, strict=True)]
@@ -132,6 +156,20 @@ class WeightReader:
                 f"{in_features} and {out_features}."
             )
         return weight
+
+
+def _per_head(order: Tensor, size: int) -> Tensor:
+    """[size]: `order` of one head's dimensions, for as many heads as have `size` outputs."""
+    starts = torch.arange(0, size, len(order))
+    return (starts.unsqueeze(1) + order).flatten()
+
+
+def _reorder(
+    weight: QuantizedWeight | Tensor, bias: Tensor | None, order: Tensor
+) -> tuple[QuantizedWeight | Tensor, Tensor | None]:
+    """A layer with its outputs in another order: output i is the layer's order[i]."""
+    reordered = weight[order] if isinstance(weight, Tensor) else weight.select_outputs(order)
+    return reordered, None if bias is None else bias[order]
 
 
 def _merge(weights: list[QuantizedWeight | Tensor]) -> QuantizedWeight | Tensor | None:

@@ -22,6 +22,7 @@ from tests.models.tiny import save_tiny
 STEPS = [[35, 16], [1, 17], [1, 1]]
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {},
+    "phi3": {"partial_rotary_factor": 0.5},
     "qwen3": {"head_dim": 24},
     "qwen2-window": {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1},
 }

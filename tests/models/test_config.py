@@ -14,7 +14,7 @@ from appliance.errors import CheckpointError, UnsupportedModelError
 from appliance.models.cache_group import CacheGroup, CacheKind
 from appliance.models.config import ModelConfig
 from appliance.models.registry import MODELS, REMOTE_CODE, architecture_of, read_model_config
-from appliance.models.rope import RotaryTable
+from appliance.models.rope import RotaryTable, inverse_frequencies
 
 SHAPE: dict[str, Any] = {
     "hidden_size": 64,
@@ -191,6 +191,38 @@ def test_angles_equal_transformers(rule: dict[str, Any], head_dim: int) -> None:
     torch.testing.assert_close(table.cos, cos[0], atol=1e-5, rtol=0)
     sign = torch.cat([-torch.ones(head_dim // 2), torch.ones(head_dim // 2)])
     torch.testing.assert_close(table.sin * sign, sin[0], atol=1e-5, rtol=0)
+
+
+LONGROPE = {"type": "longrope", "short_factor": [1.0] * 6, "long_factor": [2.0] * 6}
+
+
+@pytest.mark.parametrize("kind", ["longrope", "su", "yarn"])
+def test_the_served_context_chooses_the_factors_of_a_long_rope(kind: str) -> None:
+    """Phi 4 mini: three quarters of a head turn, 64 positions were trained, 256 are offered."""
+    rope = read(
+        "Phi3ForCausalLM",
+        rope_scaling=LONGROPE | {"type": kind},
+        original_max_position_embeddings=64,
+        partial_rotary_factor=0.75,
+    ).rope
+    short, long = (inverse_frequencies(rope, 16, length) for length in (64, 65))
+    assert short[0] == 1.0
+    torch.testing.assert_close(long, short / 2)
+    assert short[6:].tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("short_factor", [1.0] * 5), ("long_factor", None), ("long_factor", [1.0] * 5 + ["2"]), ("short_factor", [0] * 6)],
+)
+def test_a_long_rope_needs_a_factor_for_each_frequency(key: str, value: Any) -> None:
+    with pytest.raises(CheckpointError, match=rf"'rope_scaling.{key}' is .*a list of 6 numbers"):
+        read("Phi3ForCausalLM", rope_scaling=LONGROPE | {key: value}, partial_rotary_factor=0.75)
+
+
+def test_an_odd_part_of_a_head_is_refused() -> None:
+    with pytest.raises(CheckpointError, match=r"partial_rotary_factor' is 0.35.*even number of 16"):
+        read("Phi3ForCausalLM", partial_rotary_factor=0.2, rope_scaling={"partial_rotary_factor": 0.35})
 
 
 def test_yarn_stretches_a_context_left_at_its_original_length() -> None:

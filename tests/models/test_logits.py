@@ -21,6 +21,13 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 MIXED = ["sliding_attention", "full_attention"]
 
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0, 1.1, 1.3, 1.7],
+    "long_factor": [1.2, 2.0, 3.5, 6.0],
+}
+
 VARIANTS: dict[str, dict[str, Any]] = {
     "llama-gqa": {},
     "llama-mha": {"num_key_value_heads": 4},
@@ -39,6 +46,18 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "mistral3-text_part_gptq": {"sliding_window": None, "is_quantized": True},
     "mistral-window_gptq": {"sliding_window": 24, "is_quantized": True},
     "ministral-layer_types": {"sliding_window": 24, "layer_types": MIXED},
+    "phi3-window": {"sliding_window": 24},
+    "phi3-partial": {"partial_rotary_factor": 0.75},
+    "phi3-partial_gptq": {"partial_rotary_factor": 0.5, "is_quantized": True},
+    "phi3-longrope": {
+        "rope_parameters": LONGROPE | {"partial_rotary_factor": 0.5},
+        "original_max_position_embeddings": 32,
+    },
+    "phi3-longrope_short": {
+        "rope_parameters": LONGROPE | {"partial_rotary_factor": 0.5},
+        "original_max_position_embeddings": 128,
+        "max_model_len": 128,
+    },
     "qwen2-unused_window": {"use_sliding_window": False, "sliding_window": 24, "max_window_layers": 0},
     "qwen2-window": {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1},
     "qwen2-yarn": {"rope_parameters": YARN | {"rope_theta": 1000000.0}},
@@ -78,8 +97,11 @@ def assert_close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_logits_equal_transformers(tmp_path: Path, variant: str) -> None:
     """Whole prefill, chunked prefill and decode, two requests in one step, blocks scattered over the pool."""
-    reference = save_tiny(tmp_path, variant.partition("-")[0], **VARIANTS[variant])
-    runner = ModelRunner(EngineConfig(str(tmp_path), dtype="float32", num_kv_blocks=32), lambda stage, done: None)
+    settings = dict(VARIANTS[variant])
+    context = settings.pop("max_model_len", None)
+    reference = save_tiny(tmp_path, variant.partition("-")[0], **settings)
+    engine = EngineConfig(str(tmp_path), dtype="float32", num_kv_blocks=32, max_model_len=context)
+    runner = ModelRunner(engine, lambda stage, done: None)
     generator = torch.Generator().manual_seed(1)
     tokens = [torch.randint(131, (n,), generator=generator).tolist() for n in (75, 41)]
     with torch.inference_mode():

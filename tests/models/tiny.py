@@ -21,6 +21,8 @@ from transformers import (
     Mistral3ForConditionalGeneration,
     MistralConfig,
     MistralForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     PixtralVisionConfig,
     PreTrainedModel,
     Qwen2Config,
@@ -48,6 +50,7 @@ FAMILIES: dict[str, tuple[Any, Any]] = {
     "ministral": (MinistralConfig, MinistralForCausalLM),
     "mistral3": (_mistral3, Mistral3ForConditionalGeneration),
     "mistral": (MistralConfig, MistralForCausalLM),
+    "phi3": (Phi3Config, Phi3ForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
 }
@@ -85,6 +88,7 @@ def save_tiny(
         "initializer_range": 0.3,
         "eos_token_id": 2,
         "bos_token_id": 1,
+        "pad_token_id": None,
         "tie_word_embeddings": False,
     }
     make_config, make_model = FAMILIES[family]
