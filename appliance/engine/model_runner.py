@@ -92,7 +92,9 @@ class ModelRunner:
             if config.max_model_len is not None:
                 shortened = min(config.max_model_len, model_config.max_position)
                 model_config = replace(model_config, max_position=shortened)
-            dtype, warnings = _compute_dtype(config.dtype, self.backend.name, checkpoint.config)
+            dtype, warnings = _compute_dtype(
+                config.dtype, self.backend.name, checkpoint.config, model_config.needs_bfloat16
+            )
             keep_dense = _keeps_dense(model_config, dtype, available, self.backend.name)
             target = Target(self.backend.name, dtype, keep_dense, device)
             reader = WeightReader(checkpoint, target, model_config.names)
@@ -172,14 +174,19 @@ class ModelRunner:
         Sampler(vocab_size)(logits, [row] * len(logits))
 
 
-def _compute_dtype(wish: str, device: str, config: Mapping[str, Any]) -> tuple[torch.dtype, list[str]]:
+def _compute_dtype(
+    wish: str, device: str, config: Mapping[str, Any], needs_bfloat16: bool
+) -> tuple[torch.dtype, list[str]]:
     """The dtype of activations and cache, and what to warn about. auto: bfloat16, on a card float16 where the
-    checkpoint says so (as GPTQ and AWQ files do).
+    checkpoint says so (as GPTQ and AWQ files do) and the model can do with its range.
     """
     if wish == "auto":
         stored = config.get("dtype", config.get("torch_dtype"))
-        return torch.float16 if device == "cuda" and stored == "float16" else torch.bfloat16, []
+        fits = device == "cuda" and stored == "float16" and not needs_bfloat16
+        return torch.float16 if fits else torch.bfloat16, []
     dtype = DTYPES[wish]
+    if dtype == torch.float16 and needs_bfloat16:
+        return torch.bfloat16, ["This model leaves the range of float16, it is computed in bfloat16."]
     if dtype == torch.float16 and device == "cpu":
         # Measured 40 to 120 times slower.
         return torch.bfloat16, ["float16 on a CPU is computed in bfloat16, which is many times faster."]

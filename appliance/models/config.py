@@ -1,8 +1,12 @@
-"""The shape of a model: what an architecture's declaration makes of config.json."""
+"""The shape of a model: what an architecture's declaration makes of config.json.
+
+Fields with a default are what only some architectures have; their declarations set them.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 
 from appliance.errors import CheckpointError, UnsupportedModelError
 from appliance.models.cache_group import CacheGroup, group_layers
@@ -11,9 +15,16 @@ from appliance.models.rope_config import RopeConfig, YarnScaling, read_rope
 from appliance.models.tensor_names import LLAMA_NAMES, TensorNames
 
 
+class Activation(StrEnum):
+    """Of the gate of an MLP; gelu is its tanh form."""
+
+    SILU = "silu"
+    GELU = "gelu_pytorch_tanh"
+
+
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """A decoder-only transformer of pre-normed attention and SwiGLU blocks."""
+    """A decoder-only transformer of pre-normed attention and gated MLP blocks."""
 
     hidden_size: int
     intermediate_size: int
@@ -35,8 +46,27 @@ class ModelConfig:
     cache_groups: tuple[CacheGroup, ...]
     """Together they name every layer once."""
     names: TensorNames = LLAMA_NAMES
+    layer_ropes: tuple[RopeConfig, ...] = ()
+    """Rotary embedding of each layer where they differ; empty where all have `rope`."""
+    activation: Activation = Activation.SILU
+    norms_add_one: bool = False
+    """RMSNorms multiply by one plus their weights."""
+    has_output_norms: bool = False
+    """What attention and MLP add to the residual stream is normed first."""
+    attention_scale: float | None = None
+    """Of scores; None for 1 / sqrt(head_dim)."""
+    attention_soft_cap: float | None = None
+    logits_soft_cap: float | None = None
+    embedding_multiplier: float = 1.0
+    needs_bfloat16: bool = False
+    """Activations leave float16's range."""
     is_text_part: bool = False
     """Of a model that takes images too, which are not served."""
+
+    @property
+    def ropes(self) -> tuple[RopeConfig, ...]:
+        """Rotary embedding of each layer."""
+        return self.layer_ropes or (self.rope,) * self.num_layers
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -56,6 +86,7 @@ def decoder_config(
     output_bias: bool = False,
     mlp_bias: bool = False,
     qk_norm: bool = False,
+    activation: Activation = Activation.SILU,
     head_dim: int | None = None,
     partial_rotary_factor: float | None = None,
     cache_groups: tuple[CacheGroup, ...] | None = None,
@@ -78,9 +109,12 @@ def decoder_config(
     head_dim = fields.integer("head_dim", 1 << 12, head_dim or hidden_size // num_heads)
     if head_dim % 2:
         raise CheckpointError(f"config.json gives a head dimension of {head_dim}: rotary embedding needs an even one.")
-    activation = fields.values.get("hidden_act", "silu")
-    if activation != "silu":
-        raise UnsupportedModelError(f"config.json says 'hidden_act' is {activation!r}: this architecture uses 'silu'.")
+    # Gemma's first files say gelu in hidden_act, mean its tanh form, and say that in hidden_activation.
+    key = "hidden_activation" if fields.has("hidden_activation") else "hidden_act"
+    if fields.values.get(key, activation) != activation:
+        raise UnsupportedModelError(
+            f"config.json says {key!r} is {fields.values[key]!r}: this architecture uses {activation.value!r}."
+        )
     max_position = fields.integer("max_position_embeddings", 1 << 30, 2048)
     rope = read_rope(fields, max_position, head_dim, partial_rotary_factor)
     if isinstance(rope.scaling, YarnScaling):
@@ -102,5 +136,6 @@ def decoder_config(
         mlp_bias=mlp_bias,
         qk_norm=qk_norm,
         rope=rope,
+        activation=activation,
         cache_groups=cache_groups or group_layers([None] * num_layers(fields)),
     )

@@ -11,7 +11,8 @@ from dataclasses import replace
 from appliance.models.cache_group import MAX_WINDOW, read_cache_groups
 from appliance.models.config import ModelConfig, decoder_config, num_layers
 from appliance.models.config_fields import ConfigFields
-from appliance.models.text_part import TEXT_PART_NAMES, read_text_config
+from appliance.models.tensor_names import TensorNames
+from appliance.models.text_part import TEXT_PART_ROOTS, read_text_config
 
 SMALL_DEFAULTS = {
     "head_dim": 128,
@@ -38,4 +39,4 @@ def mistral(fields: ConfigFields) -> ModelConfig:
 
 def mistral3(fields: ConfigFields) -> ModelConfig:
     text = read_text_config(fields, "mistral", SMALL_DEFAULTS)
-    return replace(mistral(text), names=TEXT_PART_NAMES, is_text_part=True)
+    return replace(mistral(text), names=TensorNames(roots=TEXT_PART_ROOTS), is_text_part=True)

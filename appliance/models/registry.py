@@ -8,6 +8,7 @@ from typing import Any
 from appliance.errors import UnsupportedModelError
 from appliance.models.config import ModelConfig
 from appliance.models.config_fields import ConfigFields
+from appliance.models.gemma import gemma2, gemma3, gemma3_text_part
 from appliance.models.llama import llama
 from appliance.models.mistral import mistral, mistral3
 from appliance.models.phi3 import phi3
@@ -15,6 +16,9 @@ from appliance.models.qwen2 import qwen2
 from appliance.models.qwen3 import qwen3
 
 MODELS: dict[str, Callable[[ConfigFields], ModelConfig]] = {
+    "Gemma2ForCausalLM": gemma2,
+    "Gemma3ForCausalLM": gemma3,
+    "Gemma3ForConditionalGeneration": gemma3_text_part,
     "LlamaForCausalLM": llama,
     "MinistralForCausalLM": mistral,
     "Mistral3ForConditionalGeneration": mistral3,

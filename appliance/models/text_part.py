@@ -7,10 +7,12 @@ from typing import Any
 
 from appliance.errors import CheckpointError, UnsupportedModelError
 from appliance.models.config_fields import ConfigFields
-from appliance.models.tensor_names import LM_HEAD, MODEL, TensorNames
+from appliance.models.tensor_names import LM_HEAD, MODEL
 
-TEXT_PART_NAMES = TensorNames(
-    roots=(("language_model.model", "language_model.lm_head"), ("model.language_model", LM_HEAD), (MODEL, LM_HEAD))
+TEXT_PART_ROOTS = (
+    ("language_model.model", "language_model.lm_head"),
+    ("model.language_model", LM_HEAD),
+    (MODEL, LM_HEAD),
 )
 """As files on the hub have them, as transformers 5 names its modules, and as tools that cut the text part out do."""
 

@@ -49,11 +49,14 @@ class WeightReader:
         """Kernels of all layers, most used first within a layer, in order of first use."""
         return tuple(dict.fromkeys(name for linear in self.linears for name in linear.plan.kernel_names))
 
-    def norm(self, name: str, size: int) -> Tensor:
-        return self._plain(name, (size,))
+    def norm(self, name: str, size: int, adds_one: bool = False) -> Tensor:
+        """Weights [size] in the compute dtype; with adds_one one more, and in float32: 16 bits would round."""
+        if not adds_one:
+            return self._plain(name, (size,), self.target.dtype)
+        return self._plain(name, (size,), torch.float32).add_(1.0)
 
     def embedding(self, name: str, vocab_size: int, hidden_size: int) -> Tensor:
-        return self._plain(name, (vocab_size, hidden_size))
+        return self._plain(name, (vocab_size, hidden_size), self.target.dtype)
 
     def lm_head(self, embed: Tensor, is_tied: bool) -> LinearKernel:
         """The output matrix. One on disk is used even if the config says tied (quantisers save it so); else the
@@ -116,7 +119,7 @@ class WeightReader:
         self.linears.extend(parts)
         return FusedLinear(parts)
 
-    def _plain(self, name: str, shape: tuple[int, ...]) -> Tensor:
+    def _plain(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         name = self._on_disk(name)
         if not self.checkpoint.has(name):
             raise CheckpointError(
@@ -127,7 +130,7 @@ class WeightReader:
             raise CheckpointError(
                 f"Tensor {name!r} has shape {tuple(tensor.shape)}, config.json says it should be {shape}."
             )
-        tensor = tensor.to(self.target.location, self.target.dtype).contiguous()
+        tensor = tensor.to(self.target.location, dtype).contiguous()
         self.other_bytes += tensor.nbytes
         return tensor
 

@@ -15,6 +15,7 @@ from appliance.models.cache_group import CacheGroup, CacheKind
 from appliance.models.config import ModelConfig
 from appliance.models.registry import MODELS, REMOTE_CODE, architecture_of, read_model_config
 from appliance.models.rope import RotaryTable, inverse_frequencies
+from appliance.models.rope_config import LinearScaling, RopeConfig
 
 SHAPE: dict[str, Any] = {
     "hidden_size": 64,
@@ -47,7 +48,9 @@ def test_an_architecture_of_remote_code_is_refused_with_a_successor_that_is_serv
 
 def test_code_in_the_folder_is_refused_where_the_architecture_is_unknown_and_ignored_where_it_is_known() -> None:
     auto_map = {"AutoModelForCausalLM": "modeling_new.NewForCausalLM"}
-    with pytest.raises(UnsupportedModelError, match=r"NewForCausalLM is Python code .*never run: use a model of Llama"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"NewForCausalLM is Python code .*never run: use a model of .*LlamaF"
+    ):
         architecture_of({"architectures": ["NewForCausalLM"], "auto_map": auto_map})
     assert architecture_of({"architectures": ["LlamaForCausalLM"], "auto_map": auto_map}) == "LlamaForCausalLM"
 
@@ -129,6 +132,32 @@ def test_a_text_part_has_its_architectures_defaults_and_no_others_layers() -> No
         read_model_config(SHAPE, architecture)
 
 
+def test_a_gemma_3_has_its_makers_defaults() -> None:
+    """The 27B's text_config names little more than sizes; its window and ropes alternate as the family's do."""
+    text = {"num_hidden_layers": 12, "sliding_window": 1024, "rope_scaling": {"factor": 8.0, "rope_type": "linear"}}
+    config = read_model_config({"text_config": text}, "Gemma3ForConditionalGeneration")
+    assert config.windows == ((1024,) * 5 + (None,)) * 2
+    assert config.ropes == ((RopeConfig(1e4),) * 5 + (RopeConfig(1e6, LinearScaling(8.0)),)) * 2
+    assert (config.head_dim, config.vocab_size, config.max_position) == (256, 262208, 131072)
+    assert config.attention_scale == 1 / 16
+    assert config.attention_soft_cap is config.logits_soft_cap is None
+
+
+def test_old_and_new_spelling_of_two_rotary_embeddings_mean_the_same() -> None:
+    linear = {"rope_type": "linear", "factor": 8.0}
+    old = read("Gemma3ForCausalLM", rope_theta=2e6, rope_local_base_freq=5e3, rope_scaling=linear)
+    both = {"full_attention": {"rope_theta": 2e6, **linear}, "sliding_attention": {"rope_theta": 5e3}}
+    assert read("Gemma3ForCausalLM", rope_parameters=both) == old
+
+
+def test_a_gemma_2_caps_unless_null_says_otherwise() -> None:
+    config = read("Gemma2ForCausalLM", hidden_act="gelu_pytorch_tanh")
+    assert (config.attention_soft_cap, config.logits_soft_cap) == (50.0, 30.0)
+    assert read("Gemma2ForCausalLM", final_logit_softcapping=None).logits_soft_cap is None
+    with pytest.raises(UnsupportedModelError, match="'hidden_activation' is 'relu': this architecture uses 'gelu_py"):
+        read("Gemma2ForCausalLM", hidden_activation="relu")
+
+
 def test_layers_of_a_window_form_a_group() -> None:
     types = ["full_attention", "sliding_attention", "sliding_attention", "full_attention"]
     config = read("MistralForCausalLM", sliding_window=8, layer_types=types)
@@ -140,7 +169,7 @@ def test_layers_of_a_window_form_a_group() -> None:
 def test_biases_and_norms_are_the_architectures_own() -> None:
     found = {name: read(name, attention_bias=False) for name in MODELS if name.endswith("CausalLM")}
     assert [name for name, config in found.items() if config.qkv_bias] == ["Qwen2ForCausalLM"]
-    assert [name for name, config in found.items() if config.qk_norm] == ["Qwen3ForCausalLM"]
+    assert [name for name, config in found.items() if config.qk_norm] == ["Gemma3ForCausalLM", "Qwen3ForCausalLM"]
     assert not any(config.output_bias or config.mlp_bias for config in found.values())
     assert found["Qwen3ForCausalLM"].head_dim == 128
     assert found["Qwen2ForCausalLM"].head_dim == 16

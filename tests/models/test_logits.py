@@ -21,6 +21,11 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 MIXED = ["sliding_attention", "full_attention"]
 
+GEMMA = {"tie_word_embeddings": True, "sliding_window": 24, "query_pre_attn_scalar": 16, "layer_types": MIXED}
+LOCAL_AND_GLOBAL = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 5000.0},
+    "full_attention": {"rope_type": "linear", "rope_theta": 50000.0, "factor": 4.0},
+}
 LONGROPE = {
     "rope_type": "longrope",
     "rope_theta": 10000.0,
@@ -38,6 +43,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "llama-llama3_rope": {"rope_parameters": LLAMA3 | {"original_max_position_embeddings": 64, "rope_theta": 10000.0}},
     "llama-linear_rope": {"rope_parameters": {"rope_type": "linear", "factor": 2.5}},
     "llama-gptq": {"is_quantized": True},
+    "gemma2-tied": GEMMA | {"query_pre_attn_scalar": 9},
+    "gemma2-low_caps_gptq": GEMMA
+    | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0, "is_quantized": True},
+    "gemma2-no_caps": GEMMA | {"attn_logit_softcapping": None, "final_logit_softcapping": None},
+    "gemma3-pattern": GEMMA | {"num_hidden_layers": 3, "layer_types": None, "sliding_window_pattern": 3},
+    "gemma3-ropes_gptq": GEMMA | {"rope_parameters": LOCAL_AND_GLOBAL, "is_quantized": True},
+    "gemma3_that_sees-text_part": GEMMA | {"rope_parameters": LOCAL_AND_GLOBAL, "head_dim": 24},
+    "gemma3_that_sees-text_part_gptq": GEMMA | {"is_quantized": True},
     "mistral-no_window": {"sliding_window": None, "head_dim": 24},
     "mistral-window": {"sliding_window": 24},
     "mistral-window_of_a_block": {"sliding_window": 16},
@@ -122,6 +135,23 @@ def test_logits_equal_transformers(tmp_path: Path, variant: str) -> None:
         logits = run(runner, [whole, chunked], [1, 1])
         assert_close(logits[0], expected[0][72 + step])
         assert_close(logits[1], expected[1][39 + step])
+
+
+BFLOAT16 = ["llama-gptq", "qwen3-gptq", "phi3-partial_gptq", "gemma2-low_caps_gptq", "gemma3-ropes_gptq"]
+
+
+@pytest.mark.parametrize("variant", BFLOAT16)
+def test_bfloat16_is_as_close_as_transformers(tmp_path: Path, variant: str) -> None:
+    """4-bit layers through the CPU's own kernels, prefill and decode: twice what rounding to it costs transformers."""
+    reference = save_tiny(tmp_path, variant.partition("-")[0], **VARIANTS[variant])
+    runner = ModelRunner(EngineConfig(str(tmp_path), dtype="bfloat16", num_kv_blocks=8), lambda stage, done: None)
+    tokens = torch.randint(131, (40,), generator=torch.Generator().manual_seed(1)).tolist()
+    request = make_request(tokens[:36], tokens[36:], [3, 0, 7])
+    logits = torch.cat([run(runner, [request], [n]) for n in (36, 1, 1, 1, 1)]).float()
+    with torch.inference_mode():
+        exact = reference(torch.tensor([tokens])).logits[0, 35:]
+        rounded = torch.nn.Module.to(reference, torch.bfloat16)(torch.tensor([tokens])).logits[0, 35:].float()
+    assert (logits - exact).square().mean() < 4 * (rounded - exact).square().mean()
 
 
 def test_shape_against_config_is_refused(tmp_path: Path) -> None:

@@ -13,6 +13,12 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3Config,
+    Gemma3ForCausalLM,
+    Gemma3ForConditionalGeneration,
+    Gemma3TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MinistralConfig,
@@ -29,23 +35,35 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    SiglipVisionConfig,
 )
 
 from tests.quant.writers import exact_weight, gptq_config, gptq_tensors, gptqmodel_zero_words
 
+VISION: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 32,
+    "patch_size": 16,
+}
+
+
+def _gemma3_that_sees(**text: Any) -> Gemma3Config:
+    vision = SiglipVisionConfig(**VISION)
+    return Gemma3Config(text_config=Gemma3TextConfig(**text), vision_config=vision, mm_tokens_per_image=4)
+
 
 def _mistral3(**text: Any) -> Mistral3Config:
-    sizes: dict[str, Any] = {
-        "hidden_size": 32,
-        "intermediate_size": 32,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-    }
-    vision = PixtralVisionConfig(image_size=32, patch_size=16, **sizes)
+    vision = PixtralVisionConfig(**VISION)
     return Mistral3Config(text_config=MistralConfig(**text), vision_config=vision, tie_word_embeddings=False)
 
 
 FAMILIES: dict[str, tuple[Any, Any]] = {
+    "gemma2": (Gemma2Config, Gemma2ForCausalLM),
+    "gemma3": (Gemma3TextConfig, Gemma3ForCausalLM),
+    "gemma3_that_sees": (_gemma3_that_sees, Gemma3ForConditionalGeneration),
     "llama": (LlamaConfig, LlamaForCausalLM),
     "ministral": (MinistralConfig, MinistralForCausalLM),
     "mistral3": (_mistral3, Mistral3ForConditionalGeneration),
