@@ -9,6 +9,7 @@ from appliance.errors import UnsupportedModelError
 from appliance.models.config import ModelConfig
 from appliance.models.config_fields import ConfigFields
 from appliance.models.gemma import gemma2, gemma3, gemma3_text_part
+from appliance.models.glm import glm, glm4
 from appliance.models.llama import llama
 from appliance.models.mistral import mistral, mistral3
 from appliance.models.phi3 import phi3
@@ -19,6 +20,8 @@ MODELS: dict[str, Callable[[ConfigFields], ModelConfig]] = {
     "Gemma2ForCausalLM": gemma2,
     "Gemma3ForCausalLM": gemma3,
     "Gemma3ForConditionalGeneration": gemma3_text_part,
+    "Glm4ForCausalLM": glm4,
+    "GlmForCausalLM": glm,
     "LlamaForCausalLM": llama,
     "MinistralForCausalLM": mistral,
     "Mistral3ForConditionalGeneration": mistral3,

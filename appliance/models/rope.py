@@ -1,7 +1,8 @@
 """Rotary position embedding, half-split form. Source of the scaling rules: transformers 5.24 modeling_rope_utils.
 
-A head that turns in part is made one that turns whole: its dimensions are put in another order when q and k are read,
-and those that do not turn get a frequency of 0. Scores are sums over dimensions and do not see their order.
+A head that turns in part, or by pairs of neighbours, is made one that turns whole and by halves: its dimensions are put
+in another order when q and k are read, and those that do not turn get a frequency of 0. Scores are sums over dimensions
+and do not see their order.
 """
 
 from __future__ import annotations
@@ -17,11 +18,13 @@ from appliance.models.rope_config import LinearScaling, Llama3Scaling, LongRopeS
 
 def head_order(rope: RopeConfig, head_dim: int) -> Tensor | None:
     """[head_dim]: which dimension of the checkpoint's heads each of ours is; None where they are the same."""
-    if rope.rotary_dim is None:
+    if rope.rotary_dim is None and not rope.is_interleaved:
         return None
-    first, second = torch.arange(rope.rotary_dim).chunk(2)
-    still_first, still_second = torch.arange(rope.rotary_dim, head_dim).chunk(2)
-    return torch.cat([first, still_first, second, still_second])
+    turning, still = torch.arange(head_dim).tensor_split([rope.rotary_dim or head_dim])
+    if rope.is_interleaved:
+        turning = turning.view(-1, 2).t().flatten()
+    sides = zip(turning.chunk(2), still.tensor_split(2), strict=True)
+    return torch.cat([part for side in sides for part in side])
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int, max_position: int) -> Tensor:

@@ -68,6 +68,8 @@ class RopeConfig:
     theta: float
     scaling: LinearScaling | Llama3Scaling | YarnScaling | LongRopeScaling | None = None
     rotary_dim: int | None = None
+    is_interleaved: bool = False
+    """Dimensions turn with their neighbours in the checkpoint, instead of each half with the other."""
 
 
 def read_rope(

@@ -169,6 +169,8 @@ def test_layers_of_a_window_form_a_group() -> None:
 def test_biases_and_norms_are_the_architectures_own() -> None:
     found = {name: read(name, attention_bias=False) for name in MODELS if name.endswith("CausalLM")}
     assert [name for name, config in found.items() if config.qkv_bias] == ["Qwen2ForCausalLM"]
+    assert read("GlmForCausalLM").qkv_bias
+    assert read("Glm4ForCausalLM").qkv_bias
     assert [name for name, config in found.items() if config.qk_norm] == ["Gemma3ForCausalLM", "Qwen3ForCausalLM"]
     assert not any(config.output_bias or config.mlp_bias for config in found.values())
     assert found["Qwen3ForCausalLM"].head_dim == 128

@@ -51,6 +51,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "gemma3-ropes_gptq": GEMMA | {"rope_parameters": LOCAL_AND_GLOBAL, "is_quantized": True},
     "gemma3_that_sees-text_part": GEMMA | {"rope_parameters": LOCAL_AND_GLOBAL, "head_dim": 24},
     "gemma3_that_sees-text_part_gptq": GEMMA | {"is_quantized": True},
+    "glm-biases": {},
+    "glm-whole_heads_gptq": {"partial_rotary_factor": 1.0, "is_quantized": True},
+    "glm4-no_biases": {"attention_bias": False},
+    "glm4-biases_gptq": {"is_quantized": True},
     "mistral-no_window": {"sliding_window": None, "head_dim": 24},
     "mistral-window": {"sliding_window": 24},
     "mistral-window_of_a_block": {"sliding_window": 16},
@@ -137,7 +141,14 @@ def test_logits_equal_transformers(tmp_path: Path, variant: str) -> None:
         assert_close(logits[1], expected[1][39 + step])
 
 
-BFLOAT16 = ["llama-gptq", "qwen3-gptq", "phi3-partial_gptq", "gemma2-low_caps_gptq", "gemma3-ropes_gptq"]
+BFLOAT16 = [
+    "llama-gptq",
+    "glm4-biases_gptq",
+    "qwen3-gptq",
+    "phi3-partial_gptq",
+    "gemma2-low_caps_gptq",
+    "gemma3-ropes_gptq",
+]
 
 
 @pytest.mark.parametrize("variant", BFLOAT16)
