@@ -51,6 +51,10 @@ class QuantizedWeight:
             perm=None if self.perm is None else self.perm.to(device),
         )
 
+    def __mul__(self, factor: float) -> QuantizedWeight:
+        """The layer whose outputs are `factor` times this one's: the same codes under other scales."""
+        return replace(self, scales=self.scales * factor, offsets=self.offsets * factor)
+
     def select_outputs(self, index: Tensor) -> QuantizedWeight:
         """The layer of the outputs `index` [N'] alone, in that order."""
         return replace(

@@ -57,7 +57,10 @@ class ModelConfig:
     """Of scores; None for 1 / sqrt(head_dim)."""
     attention_soft_cap: float | None = None
     logits_soft_cap: float | None = None
+    logits_divisor: float = 1.0
     embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    """Of what attention and MLP add to the residual stream."""
     needs_bfloat16: bool = False
     """Activations leave float16's range."""
     is_text_part: bool = False

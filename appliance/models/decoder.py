@@ -64,10 +64,14 @@ class DecoderLayer:
             # [heads of q and k, head_dim]: the two are normed and turned as one.
             qk_norm = torch.cat([q_norm.expand(config.num_heads, -1), k_norm.expand(config.num_kv_heads, -1)])
             self.qk_norm = qk_norm if order is None else qk_norm[:, order.to(qk_norm.device)].contiguous()
-        self.output = weights.fused(attention, {"o_proj": hidden}, q, config.output_bias)
+        self.output = weights.fused(
+            attention, {"o_proj": hidden}, q, config.output_bias, multiplier=config.residual_multiplier
+        )
         gate_up = {"gate_proj": intermediate, "up_proj": intermediate}
         self.gate_up = weights.fused(mlp, gate_up, hidden, config.mlp_bias, whole="gate_up_proj")
-        self.down = weights.fused(mlp, {"down_proj": hidden}, intermediate, config.mlp_bias)
+        self.down = weights.fused(
+            mlp, {"down_proj": hidden}, intermediate, config.mlp_bias, multiplier=config.residual_multiplier
+        )
 
     def __call__(
         self,
@@ -152,5 +156,7 @@ class DecoderModel:
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [R, vocab_size] of hidden states [R, hidden_size]; capped ones are float32."""
         logits = self.lm_head(hidden)
+        if self.config.logits_divisor != 1.0:
+            logits = logits / self.config.logits_divisor
         cap = self.config.logits_soft_cap
         return logits if cap is None else torch.tanh(logits.float() / cap).mul_(cap)

@@ -10,6 +10,7 @@ from appliance.models.config import ModelConfig
 from appliance.models.config_fields import ConfigFields
 from appliance.models.gemma import gemma2, gemma3, gemma3_text_part
 from appliance.models.glm import glm, glm4
+from appliance.models.granite import granite
 from appliance.models.llama import llama
 from appliance.models.mistral import mistral, mistral3
 from appliance.models.phi3 import phi3
@@ -22,6 +23,7 @@ MODELS: dict[str, Callable[[ConfigFields], ModelConfig]] = {
     "Gemma3ForConditionalGeneration": gemma3_text_part,
     "Glm4ForCausalLM": glm4,
     "GlmForCausalLM": glm,
+    "GraniteForCausalLM": granite,
     "LlamaForCausalLM": llama,
     "MinistralForCausalLM": mistral,
     "Mistral3ForConditionalGeneration": mistral3,

@@ -87,11 +87,13 @@ class WeightReader:
         *,
         whole: str | None = None,
         head_orders: Mapping[str, Tensor] | None = None,
+        multiplier: float = 1.0,
     ) -> FusedLinear:
         """Projections `prefix.name` with their numbers of outputs, fused along N where specs and permutations agree.
 
         whole: name under which a checkpoint may hold them as one layer, in this order. head_orders: [head_dim] for
-        projections whose outputs are heads, which dimension of the checkpoint's heads each of ours is.
+        projections whose outputs are heads, which dimension of the checkpoint's heads each of ours is. multiplier: of
+        all outputs.
         """
         orders = {name: _per_head(order, outputs[name]) for name, order in (head_orders or {}).items()}
         if whole is not None and self.checkpoint.has_module(self._on_disk(f"{prefix}.{whole}")):
@@ -107,6 +109,9 @@ class WeightReader:
         for i, name in enumerate(outputs):
             if name in orders:
                 weights[i], biases[i] = _reorder(weights[i], biases[i], orders[name])
+        if multiplier != 1.0:
+            weights = [weight * multiplier for weight in weights]
+            biases = [None if bias is None else bias * multiplier for bias in biases]
         merged = _merge(weights)
         if merged is None:
             parts = [PlannedLinear(n, w, b, self.target) for n, w, b in zip(names, weights, biases, strict=True)]

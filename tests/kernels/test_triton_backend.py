@@ -25,6 +25,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "gemma2": {"sliding_window": 20, "tie_word_embeddings": True, "attn_logit_softcapping": 4.0},
     "gemma3": {"sliding_window": 20, "tie_word_embeddings": True, "sliding_window_pattern": 2},
     "glm4": {},
+    "granite": {"residual_multiplier": 0.3, "attention_multiplier": 0.2},
     "phi3": {"partial_rotary_factor": 0.5},
     "qwen3": {"head_dim": 24},
     "qwen2-window": {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1},

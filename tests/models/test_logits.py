@@ -21,6 +21,12 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 MIXED = ["sliding_attention", "full_attention"]
 
+MULTIPLIERS = {
+    "embedding_multiplier": 12.0,
+    "attention_multiplier": 0.2,
+    "residual_multiplier": 0.22,
+    "logits_scaling": 16.0,
+}
 GEMMA = {"tie_word_embeddings": True, "sliding_window": 24, "query_pre_attn_scalar": 16, "layer_types": MIXED}
 LOCAL_AND_GLOBAL = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 5000.0},
@@ -55,6 +61,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "glm-whole_heads_gptq": {"partial_rotary_factor": 1.0, "is_quantized": True},
     "glm4-no_biases": {"attention_bias": False},
     "glm4-biases_gptq": {"is_quantized": True},
+    "granite-multipliers": MULTIPLIERS,
+    "granite-biases_gptq": MULTIPLIERS | {"attention_bias": True, "mlp_bias": True, "is_quantized": True},
+    "granite-defaults": {},
     "mistral-no_window": {"sliding_window": None, "head_dim": 24},
     "mistral-window": {"sliding_window": 24},
     "mistral-window_of_a_block": {"sliding_window": 16},
@@ -144,6 +153,7 @@ def test_logits_equal_transformers(tmp_path: Path, variant: str) -> None:
 BFLOAT16 = [
     "llama-gptq",
     "glm4-biases_gptq",
+    "granite-biases_gptq",
     "qwen3-gptq",
     "phi3-partial_gptq",
     "gemma2-low_caps_gptq",
