@@ -46,8 +46,8 @@ class ModelConfig:
     cache_groups: tuple[CacheGroup, ...]
     """Together they name every layer once."""
     names: TensorNames = LLAMA_NAMES
-    layer_ropes: tuple[RopeConfig, ...] = ()
-    """Rotary embedding of each layer where they differ; empty where all have `rope`."""
+    layer_ropes: tuple[RopeConfig | None, ...] = ()
+    """Rotary embedding of each layer where they differ, None where it has none; empty where all have `rope`."""
     activation: Activation = Activation.SILU
     norms_add_one: bool = False
     """RMSNorms multiply by one plus their weights."""
@@ -67,8 +67,8 @@ class ModelConfig:
     """Of a model that takes images too, which are not served."""
 
     @property
-    def ropes(self) -> tuple[RopeConfig, ...]:
-        """Rotary embedding of each layer."""
+    def ropes(self) -> tuple[RopeConfig | None, ...]:
+        """Rotary embedding of each layer, None where q and k are not turned."""
         return self.layer_ropes or (self.rope,) * self.num_layers
 
     @property

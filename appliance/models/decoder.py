@@ -26,9 +26,9 @@ class DecoderLayer:
     """One block of the residual stream, T rows, decodes first."""
 
     def __init__(
-        self, config: ModelConfig, weights: WeightReader, backend: Backend, index: int, rotary_index: int
+        self, config: ModelConfig, weights: WeightReader, backend: Backend, index: int, rotary_index: int | None
     ) -> None:
-        """index: of the layer; rotary_index: which of a step's angles turn its heads."""
+        """index: of the layer; rotary_index: which of a step's angles turn its heads, None for none."""
         prefix = f"model.layers.{index}"
         self.backend = backend
         self.rotary_index = rotary_index
@@ -49,7 +49,9 @@ class DecoderLayer:
         q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         hidden, intermediate = config.hidden_size, config.intermediate_size
         attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
-        order = head_order(config.ropes[index], config.head_dim)
+        rope = config.ropes[index]
+        assert rope is not None or not config.qk_norm, "heads are normed as they are turned"
+        order = None if rope is None else head_order(rope, config.head_dim)
         self.qkv: FusedLinear = weights.fused(
             attention,
             {"q_proj": q, "k_proj": kv, "v_proj": kv},
@@ -92,8 +94,9 @@ class DecoderLayer:
         else:
             normed = self.backend.rms_norm(delta, self.input_norm, self.eps, x)
         qkv = self.qkv(normed, num_decode).view(x.shape[0], -1, self.head_dim)
-        cos, sin = angles[self.rotary_index]
-        self.backend.rope(qkv[:, : self.num_heads + self.num_kv_heads], cos, sin, self.qk_norm, self.eps)
+        if self.rotary_index is not None:
+            cos, sin = angles[self.rotary_index]
+            self.backend.rope(qkv[:, : self.num_heads + self.num_kv_heads], cos, sin, self.qk_norm, self.eps)
         attention.write(cache, qkv[:, self.num_heads :])
         q = qkv[:, : self.num_heads]
         attended = attention.attend(cache, q, self.window, self.attention_scale, self.attention_soft_cap)
@@ -123,9 +126,10 @@ class DecoderModel:
         # As the checkpoint's dtype has it: makers trained with the rounded number.
         self.embedding_multiplier = float(torch.tensor(config.embedding_multiplier, dtype=weights.target.dtype))
         self.layers: list[DecoderLayer] = []
-        ropes = list(dict.fromkeys(config.ropes))
+        ropes = [rope for rope in dict.fromkeys(config.ropes) if rope is not None]
         for index, rope in enumerate(config.ropes):
-            self.layers.append(DecoderLayer(config, weights, backend, index, ropes.index(rope)))
+            rotary_index = None if rope is None else ropes.index(rope)
+            self.layers.append(DecoderLayer(config, weights, backend, index, rotary_index))
             progress((index + 1) / config.num_layers)
         self.norm = weights.norm("model.norm.weight", config.hidden_size, config.norms_add_one)
         self.lm_head: LinearKernel = weights.lm_head(self.embed, config.tie_word_embeddings)

@@ -16,6 +16,7 @@ from appliance.models.mistral import mistral, mistral3
 from appliance.models.phi3 import phi3
 from appliance.models.qwen2 import qwen2
 from appliance.models.qwen3 import qwen3
+from appliance.models.smollm3 import smollm3
 
 MODELS: dict[str, Callable[[ConfigFields], ModelConfig]] = {
     "Gemma2ForCausalLM": gemma2,
@@ -31,6 +32,7 @@ MODELS: dict[str, Callable[[ConfigFields], ModelConfig]] = {
     "Phi3ForCausalLM": phi3,
     "Qwen2ForCausalLM": qwen2,
     "Qwen3ForCausalLM": qwen3,
+    "SmolLM3ForCausalLM": smollm3,
 }
 
 # Architectures that exist only as Python code in a model's folder: what they are, what to use, its architecture.

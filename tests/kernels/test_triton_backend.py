@@ -28,6 +28,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "granite": {"residual_multiplier": 0.3, "attention_multiplier": 0.2},
     "phi3": {"partial_rotary_factor": 0.5},
     "qwen3": {"head_dim": 24},
+    "smollm3": {"no_rope_layer_interval": 2},
     "qwen2-window": {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1},
 }
 DTYPES = ["float32", "float16"]

@@ -158,6 +158,18 @@ def test_a_gemma_2_caps_unless_null_says_otherwise() -> None:
         read("Gemma2ForCausalLM", hidden_activation="relu")
 
 
+def test_every_fourth_layer_of_a_smollm_3_is_not_turned_unless_listed() -> None:
+    rope = RopeConfig(2e6)
+    assert read("SmolLM3ForCausalLM").ropes == (rope, rope, rope, None)
+    assert read("SmolLM3ForCausalLM", no_rope_layers=[0, 1, 1, 0, 1]).ropes == (None, rope, rope, None)
+    windowed = {"use_sliding_window": True, "sliding_window": 8}
+    assert read("SmolLM3ForCausalLM", **windowed).windows == (None, None, None, 8)
+    assert read("SmolLM3ForCausalLM", sliding_window=8).windows == (None,) * 4
+    for listed in ([1, 1, 1], [1, 1, 1, 2], "1111"):
+        with pytest.raises(CheckpointError, match=r"'no_rope_layers' is .*at least 4, each of them 0 or 1"):
+            read("SmolLM3ForCausalLM", no_rope_layers=listed)
+
+
 def test_layers_of_a_window_form_a_group() -> None:
     types = ["full_attention", "sliding_attention", "sliding_attention", "full_attention"]
     config = read("MistralForCausalLM", sliding_window=8, layer_types=types)

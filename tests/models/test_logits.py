@@ -92,6 +92,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "qwen3-window": {"use_sliding_window": True, "sliding_window": 17, "layer_types": MIXED},
     "qwen3-yarn": {"rope_parameters": YARN | {"attention_factor": 0.8}},
     "qwen3-gptq": {"head_dim": 24, "is_quantized": True},
+    "smollm3-interval": {"no_rope_layer_interval": 2},
+    "smollm3-listed_gptq": {"no_rope_layers": [0, 1, 1], "is_quantized": True, "tie_word_embeddings": True},
+    "smollm3-window": {"no_rope_layers": [0, 1], "use_sliding_window": True, "sliding_window": 24},
 }
 
 

@@ -42,6 +42,8 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
     SiglipVisionConfig,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
 )
 
 from tests.quant.writers import exact_weight, gptq_config, gptq_tensors, gptqmodel_zero_words
@@ -80,6 +82,7 @@ FAMILIES: dict[str, tuple[Any, Any]] = {
     "phi3": (Phi3Config, Phi3ForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "smollm3": (SmolLM3Config, SmolLM3ForCausalLM),
 }
 GROUP_SIZE = 32
 
