@@ -46,6 +46,8 @@ class ModelConfig:
     cache_groups: tuple[CacheGroup, ...]
     """Together they name every layer once."""
     names: TensorNames = LLAMA_NAMES
+    is_qkv_by_kv_head: bool = False
+    """A layer of q, k and v has, for each kv head, its q heads, its k and its v; else all q, all k, all v."""
     layer_ropes: tuple[RopeConfig | None, ...] = ()
     """Rotary embedding of each layer where they differ, None where it has none; empty where all have `rope`."""
     activation: Activation = Activation.SILU

@@ -58,6 +58,7 @@ class DecoderLayer:
             hidden,
             config.qkv_bias,
             whole="qkv_proj",
+            whole_order=_by_kv_head(config) if config.is_qkv_by_kv_head else None,
             head_orders={} if order is None else {"q_proj": order, "k_proj": order},
         )
         self.qk_norm: Tensor | None = None
@@ -108,6 +109,14 @@ class DecoderLayer:
         if self.mlp_output_norm is not None:
             delta = self.backend.rms_norm(delta, self.mlp_output_norm, self.eps)
         return delta
+
+
+def _by_kv_head(config: ModelConfig) -> Tensor:
+    """[(heads + 2 * kv heads) * head_dim]: which output of a layer laid out kv head by kv head each of q, k, v is."""
+    group = config.num_heads // config.num_kv_heads
+    rows = torch.arange((config.num_heads + 2 * config.num_kv_heads) * config.head_dim)
+    rows = rows.view(config.num_kv_heads, group + 2, config.head_dim)
+    return torch.cat([rows[:, :group].flatten(), rows[:, group].flatten(), rows[:, group + 1].flatten()])
 
 
 class DecoderModel:

@@ -11,6 +11,7 @@ from appliance.models.config_fields import ConfigFields
 from appliance.models.gemma import gemma2, gemma3, gemma3_text_part
 from appliance.models.glm import glm, glm4
 from appliance.models.granite import granite
+from appliance.models.internlm2 import internlm2
 from appliance.models.llama import llama
 from appliance.models.mistral import mistral, mistral3
 from appliance.models.phi3 import phi3
@@ -25,6 +26,7 @@ MODELS: dict[str, Callable[[ConfigFields], ModelConfig]] = {
     "Glm4ForCausalLM": glm4,
     "GlmForCausalLM": glm,
     "GraniteForCausalLM": granite,
+    "InternLM2ForCausalLM": internlm2,
     "LlamaForCausalLM": llama,
     "MinistralForCausalLM": mistral,
     "Mistral3ForConditionalGeneration": mistral3,

@@ -106,7 +106,8 @@ def _scaling(
 ) -> LinearScaling | Llama3Scaling | YarnScaling | LongRopeScaling | None:
     """fields: those of the rule, in config.json's `config`."""
     kind = fields.values.get("rope_type") or fields.values.get("type") or "default"
-    if kind == "default":
+    # The dynamic rule changes nothing up to max_position_embeddings, and no more is served.
+    if kind in ("default", "dynamic"):
         return None
     if kind == "linear":
         return LinearScaling(fields.number("factor", 1.0, _MAX_FACTOR))
@@ -121,8 +122,8 @@ def _scaling(
     if kind == "yarn":
         return _yarn(fields, original, max_position)
     raise UnsupportedModelError(
-        f"config.json says 'rope_type' of its rotary embedding is {kind!r}: served are 'default', 'linear', 'llama3', "
-        "'yarn' and 'longrope'."
+        f"config.json says 'rope_type' of its rotary embedding is {kind!r}: served are 'default', 'dynamic', "
+        "'linear', 'llama3', 'yarn' and 'longrope'."
     )
 
 

@@ -22,10 +22,9 @@ class TensorNames:
         parts = dict(self.renamed)
 
         def under(root: tuple[str, str], name: str) -> str:
-            first, _, rest = name.partition(".")
-            renamed = ".".join(parts.get(part, part) for part in rest.split("."))
+            first, *rest = name.split(".")
             stem = root[1] if first == LM_HEAD else root[0]
-            return f"{stem}.{renamed}" if rest else stem
+            return ".".join([stem, *(parts.get(part, part) for part in rest)])
 
         embedding = f"{MODEL}.embed_tokens.weight"
         root = next((root for root in self.roots if has(under(root, embedding))), self.roots[0])

@@ -86,14 +86,15 @@ class WeightReader:
         has_bias: bool,
         *,
         whole: str | None = None,
+        whole_order: Tensor | None = None,
         head_orders: Mapping[str, Tensor] | None = None,
         multiplier: float = 1.0,
     ) -> FusedLinear:
         """Projections `prefix.name` with their numbers of outputs, fused along N where specs and permutations agree.
 
-        whole: name under which a checkpoint may hold them as one layer, in this order. head_orders: [head_dim] for
-        projections whose outputs are heads, which dimension of the checkpoint's heads each of ours is. multiplier: of
-        all outputs.
+        whole: name by which a checkpoint may hold them as one layer. whole_order: which of its outputs each of theirs
+        is, None where they follow each other. head_orders: [head_dim] for projections whose outputs are heads, which
+        dimension of the checkpoint's heads each of ours is. multiplier: of all outputs.
         """
         orders = {name: _per_head(order, outputs[name]) for name, order in (head_orders or {}).items()}
         if whole is not None and self.checkpoint.has_module(self._on_disk(f"{prefix}.{whole}")):
@@ -101,7 +102,8 @@ class WeightReader:
             for name in outputs:
                 rows.append(size + orders.get(name, torch.arange(outputs[name])))
                 size += outputs[name]
-            orders = {whole: torch.cat(rows)} if orders else {}
+            order = torch.cat(rows) if whole_order is None else whole_order[torch.cat(rows)]
+            orders = {whole: order} if orders or whole_order is not None else {}
             outputs = {whole: size}
         names = [self._on_disk(f"{prefix}.{name}") for name in outputs]
         weights = [self._linear_weight(n, in_features, size) for n, size in zip(names, outputs.values(), strict=True)]

@@ -66,7 +66,7 @@ def test_code_in_the_folder_is_refused_where_the_architecture_is_unknown_and_ign
         ("head_dim", 7, "even"),
         ("tie_word_embeddings", "yes", "'yes'"),
         ("hidden_act", "gelu", "'gelu'"),
-        ("rope_scaling", {"rope_type": "dynamic"}, "'dynamic'"),
+        ("rope_scaling", {"rope_type": "ntk"}, "'ntk'"),
         ("rope_scaling", {"rope_type": "linear"}, "no 'rope_scaling.factor'"),
         ("rope_scaling", {"rope_type": "linear", "factor": 0}, "'rope_scaling.factor' is 0"),
         ("rope_scaling", {"type": "yarn", "factor": "4"}, "'rope_scaling.factor' is '4'"),
@@ -211,6 +211,7 @@ def test_old_and_new_spelling_of_the_rotary_scaling_mean_the_same(rule: str) -> 
     "rule",
     [
         {"rope_type": "default"},
+        {"rope_type": "dynamic", "factor": 4.0},
         {"rope_type": "linear", "factor": 4.0},
         {"rope_type": "llama3", **RULES["llama3"]},
         {"rope_type": "yarn", "factor": 4.0},

@@ -154,7 +154,7 @@ def _save_quantized(folder: Path, model: PreTrainedModel, bits_of: Callable[[str
             dynamic |= {pattern: {"bits": bits}} if bits else {f"-:{pattern}": {}}
         if bits:
             order = torch.arange(module.in_features) // GROUP_SIZE
-            codes, zeros, scales = _round(module.weight.detach().t(), bits)
+            codes, zeros, scales = round_to_groups(module.weight.detach().t(), bits)
             with torch.no_grad():
                 module.weight.copy_(exact_weight(codes, zeros, scales, order))
             tensors.pop(f"{name}.weight", None)
@@ -165,7 +165,7 @@ def _save_quantized(folder: Path, model: PreTrainedModel, bits_of: Callable[[str
     (folder / "config.json").write_text(json.dumps(config))
 
 
-def _round(weight: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
+def round_to_groups(weight: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
     """Codes [K, N], zero points [G, N] and fp16 scales [G, N] of weight [K, N]."""
     highest = (1 << bits) - 1
     groups = weight.reshape(-1, GROUP_SIZE, weight.shape[1])
