@@ -170,6 +170,42 @@ def test_every_fourth_layer_of_a_smollm_3_is_not_turned_unless_listed() -> None:
             read("SmolLM3ForCausalLM", no_rope_layers=listed)
 
 
+@pytest.mark.parametrize(
+    ("architecture", "heads", "intermediate_size", "vocab_size", "theta", "qkv_bias"),
+    [
+        ("LlamaForCausalLM", (7168, 56, 8), 20480, 64000, 5e6, False),  # Yi 34B
+        ("LlamaForCausalLM", (4096, 32, 8), 14336, 128256, 5e5, False),  # DeepSeek R1 Distill Llama 8B
+        ("Qwen2ForCausalLM", (5120, 40, 8), 27648, 152064, 1e6, True),  # DeepSeek R1 Distill Qwen 32B
+    ],
+)
+def test_yi_and_the_r1_distills_are_llamas_and_qwens(
+    architecture: str,
+    heads: tuple[int, int, int],
+    intermediate_size: int,
+    vocab_size: int,
+    theta: float,
+    qkv_bias: bool,
+) -> None:
+    """By the architecture that their files name, with nothing that it does not read."""
+    hidden_size, num_heads, num_kv_heads = heads
+    fields = {
+        "architectures": [architecture],
+        "hidden_size": hidden_size,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": num_kv_heads,
+        "intermediate_size": intermediate_size,
+        "num_hidden_layers": 60,
+        "vocab_size": vocab_size,
+        "rope_theta": theta,
+        "sliding_window": 131072,
+        "use_sliding_window": False,
+    }
+    config = read_model_config(fields, architecture_of(fields))
+    assert (config.head_dim, config.qkv_bias, config.rope) == (128, qkv_bias, RopeConfig(theta))
+    assert config.windows == (None,) * 60
+    assert not config.tie_word_embeddings
+
+
 def test_layers_of_a_window_form_a_group() -> None:
     types = ["full_attention", "sliding_attention", "sliding_attention", "full_attention"]
     config = read("MistralForCausalLM", sliding_window=8, layer_types=types)
