@@ -133,7 +133,7 @@ class ModelRunner:
             ),
             vocab_size=vocab_size,
             content_digest=_content_digest(Path(config.model), dtype, reader.kernel_names),
-            warnings=(*warnings, *checkpoint.report.warnings, *self.plan.warnings),
+            warnings=(*warnings, *model_config.warnings, *checkpoint.report.warnings, *self.plan.warnings),
         )
 
     def batches(self, scheduled: Sequence[ScheduledRequest]) -> list[InputBatch]:

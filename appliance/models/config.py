@@ -11,7 +11,7 @@ from enum import StrEnum
 from appliance.errors import CheckpointError, UnsupportedModelError
 from appliance.models.cache_group import CacheGroup, group_layers
 from appliance.models.config_fields import ConfigFields
-from appliance.models.rope_config import RopeConfig, YarnScaling, read_rope
+from appliance.models.rope_config import LongRopeScaling, RopeConfig, YarnScaling, read_rope
 from appliance.models.tensor_names import LLAMA_NAMES, TensorNames
 
 
@@ -74,6 +74,17 @@ class ModelConfig:
         return self.layer_ropes or (self.rope,) * self.num_layers
 
     @property
+    def warnings(self) -> tuple[str, ...]:
+        """What a user should know about the context that is served."""
+        scaling = self.rope.scaling
+        if not isinstance(scaling, LongRopeScaling) or self.max_position <= scaling.original_max_position:
+            return ()
+        return (
+            f"A context of {self.max_position} tokens takes this model's rotary factors for long texts; for short ones "
+            f"it is better with --max-model-len {scaling.original_max_position}.",
+        )
+
+    @property
     def windows(self) -> tuple[int | None, ...]:
         """Sliding window of each layer; None is full attention."""
         by_layer = {layer: group.window for group in self.cache_groups for layer in group.layers}
@@ -114,7 +125,7 @@ def decoder_config(
     head_dim = fields.integer("head_dim", 1 << 12, head_dim or hidden_size // num_heads)
     if head_dim % 2:
         raise CheckpointError(f"config.json gives a head dimension of {head_dim}: rotary embedding needs an even one.")
-    # Gemma's first files say gelu in hidden_act, mean its tanh form, and say that in hidden_activation.
+    # Gemma's own key; hidden_act beside it is a leftover.
     key = "hidden_activation" if fields.has("hidden_activation") else "hidden_act"
     if fields.values.get(key, activation) != activation:
         raise UnsupportedModelError(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+from appliance.errors import UnsupportedModelError
 from appliance.models.cache_group import MAX_WINDOW, read_cache_groups
 from appliance.models.config import Activation, ModelConfig, decoder_config, num_layers
 from appliance.models.config_fields import ConfigFields
@@ -72,6 +73,11 @@ def gemma3_text_part(fields: ConfigFields) -> ModelConfig:
 
 def _gemma(fields: ConfigFields, pattern: int, *, qk_norm: bool = False) -> ModelConfig:
     """pattern: unless layer_types says otherwise, every so manieth layer is a full one."""
+    if fields.boolean("use_bidirectional_attention", False):
+        raise UnsupportedModelError(
+            "config.json says 'use_bidirectional_attention' is True: such a model embeds texts and writes none, use "
+            "another model."
+        )
     count = num_layers(fields)
     if not fields.has("layer_types"):
         kinds = ["sliding_attention" if (layer + 1) % pattern else "full_attention" for layer in range(count)]

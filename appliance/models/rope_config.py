@@ -52,7 +52,8 @@ class LongRopeScaling:
     """Every frequency is divided by a factor of its own, cos and sin are multiplied by attention_factor.
 
     Two sets of factors: `short` for contexts up to original_max_position, `long` beyond. Keys of one request stay in
-    the cache for others, so the context that is served decides, not a request's length.
+    the cache for others, so the context that is asked for at load decides (all of the model's, if none is), not a
+    request's length.
     """
 
     short: tuple[float, ...]

@@ -158,6 +158,11 @@ def test_a_gemma_2_caps_unless_null_says_otherwise() -> None:
         read("Gemma2ForCausalLM", hidden_activation="relu")
 
 
+def test_a_gemma_that_sees_what_comes_is_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match="'use_bidirectional_attention' is True"):
+        read("Gemma3ForCausalLM", use_bidirectional_attention=True)
+
+
 def test_every_fourth_layer_of_a_smollm_3_is_not_turned_unless_listed() -> None:
     rope = RopeConfig(2e6)
     assert read("SmolLM3ForCausalLM").ropes == (rope, rope, rope, None)
@@ -273,6 +278,7 @@ def test_angles_equal_transformers(rule: dict[str, Any], head_dim: int) -> None:
     torch.testing.assert_close(table.sin * sign, sin[0], atol=1e-5, rtol=0)
 
 
+FULL_FACTORS = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
 LONGROPE = {"type": "longrope", "short_factor": [1.0] * 6, "long_factor": [2.0] * 6}
 
 
@@ -289,6 +295,15 @@ def test_the_served_context_chooses_the_factors_of_a_long_rope(kind: str) -> Non
     assert short[0] == 1.0
     torch.testing.assert_close(long, short / 2)
     assert short[6:].tolist() == [0.0, 0.0]
+
+
+def test_a_context_that_takes_the_factors_of_long_texts_is_told() -> None:
+    config = read("Phi3ForCausalLM", rope_scaling={**LONGROPE, **FULL_FACTORS})
+    assert config.warnings == ()
+    original = {"original_max_position_embeddings": 64, "rope_scaling": {**LONGROPE, **FULL_FACTORS}}
+    [warning] = read("Phi3ForCausalLM", **original).warnings
+    assert "A context of 256 tokens" in warning
+    assert "--max-model-len 64" in warning
 
 
 @pytest.mark.parametrize(
