@@ -53,7 +53,7 @@ class WeightReader:
         """Weights [size] in the compute dtype; with adds_one one more, and in float32: 16 bits would round."""
         if not adds_one:
             return self._plain(name, (size,), self.target.dtype)
-        return self._plain(name, (size,), torch.float32).add_(1.0)
+        return self._plain(name, (size,), torch.float32) + 1.0
 
     def embedding(self, name: str, vocab_size: int, hidden_size: int) -> Tensor:
         return self._plain(name, (vocab_size, hidden_size), self.target.dtype)
