@@ -79,10 +79,13 @@ def _inspect(checkpoint: Checkpoint, files: ModelFiles, config: EngineConfig, sk
     memory = memory_of(backend.device)
     available = memory.available()
     architecture = architecture_of(checkpoint.config)
-    model = read_model_config(checkpoint.config, architecture)
+    declared = read_model_config(checkpoint.config, architecture)
+    model = declared.within(config.max_model_len)
     target, warnings = plan_target(config.dtype, backend, checkpoint.config, model, available)
+    warnings += model.warnings
     planner = LinearPlanner(target, keeps_layers=False)
-    reader = WeightReader(checkpoint, planner) if skipped is None else HeaderReader(checkpoint, planner)
+    make_reader = WeightReader if skipped is None else HeaderReader
+    reader = make_reader(checkpoint, planner, model.names)
     survey(model, reader, backend)
 
     step = step_bytes(model, config, model.vocab_size, target.dtype)
@@ -111,7 +114,7 @@ def _inspect(checkpoint: Checkpoint, files: ModelFiles, config: EngineConfig, sk
         files,
         checkpoint.report,
         reader,
-        model,
+        declared,
         architecture,
         name_of(backend),
         expected,

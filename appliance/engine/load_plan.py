@@ -45,19 +45,24 @@ def plan_target(
     """Where and in which dtype the layers run, and what to warn about. wish: the setting `dtype`; config: config.json's
     object; available_bytes: memory that is free on the device.
     """
-    dtype, warnings = _compute_dtype(wish, backend.name, config)
+    dtype, warnings = _compute_dtype(wish, backend.name, config, model.needs_bfloat16)
     keep_dense = _keeps_dense(model, dtype, available_bytes, backend.name)
     return Target(backend.name, dtype, keep_dense, backend.device), warnings
 
 
-def _compute_dtype(wish: str, device: str, config: Mapping[str, Any]) -> tuple[torch.dtype, list[str]]:
+def _compute_dtype(
+    wish: str, device: str, config: Mapping[str, Any], needs_bfloat16: bool
+) -> tuple[torch.dtype, list[str]]:
     """The dtype of activations and cache, and what to warn about. auto: bfloat16, on a card float16 where the
-    checkpoint says so (as GPTQ and AWQ files do).
+    checkpoint says so (as GPTQ and AWQ files do) and the model can do with its range.
     """
     if wish == "auto":
         stored = config.get("dtype", config.get("torch_dtype"))
-        return torch.float16 if device == "cuda" and stored == "float16" else torch.bfloat16, []
+        fits = device == "cuda" and stored == "float16" and not needs_bfloat16
+        return torch.float16 if fits else torch.bfloat16, []
     dtype = DTYPES[wish]
+    if dtype == torch.float16 and needs_bfloat16:
+        return torch.bfloat16, ["This model leaves the range of float16, it is computed in bfloat16."]
     if dtype == torch.float16 and device == "cpu":
         # Measured 40 to 120 times slower.
         return torch.bfloat16, ["float16 on a CPU is computed in bfloat16, which is many times faster."]

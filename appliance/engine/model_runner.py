@@ -56,6 +56,8 @@ class LoadedModel:
     device: str
     """cpu, or cuda and which card."""
     memory: MemoryUse
+    is_text_part: bool
+    """Of a model that takes images too."""
     details: ModelDetails
     vocab_size: int
     """Token ids that may be read and sampled: rows of the embedding, less those that the tokenizer has no token for."""
@@ -79,10 +81,11 @@ class ModelRunner:
         checkpoint = open_checkpoint(config.model)
         try:
             architecture = architecture_of(checkpoint.config)
-            model_config = read_model_config(checkpoint.config, architecture)
+            declared = read_model_config(checkpoint.config, architecture)
+            model_config = declared.within(config.max_model_len)
             target, warnings = plan_target(config.dtype, self.backend, checkpoint.config, model_config, available)
             dtype, planner = target.dtype, LinearPlanner(target)
-            reader = WeightReader(checkpoint, planner)
+            reader = WeightReader(checkpoint, planner, model_config.names)
             self.model = DecoderModel(
                 model_config, reader, self.backend, lambda fraction: progress("loading", fraction)
             )
@@ -105,6 +108,7 @@ class ModelRunner:
         step_predicted = step_bytes(model_config, config, vocab_size, dtype)
         self.loaded = LoadedModel(
             architecture=architecture,
+            is_text_part=model_config.is_text_part,
             report=checkpoint.report,
             kernels=reader.kernel_names,
             dtype=dtype,
@@ -122,7 +126,7 @@ class ModelRunner:
                 ModelFiles.at(Path(config.model)),
                 checkpoint.report,
                 reader,
-                model_config,
+                declared,
                 architecture,
                 device_name,
                 ExpectedMemory(
@@ -138,7 +142,7 @@ class ModelRunner:
             ),
             vocab_size=vocab_size,
             content_digest=_content_digest(Path(config.model), dtype, reader.kernel_names),
-            warnings=(*warnings, *checkpoint.report.warnings, *self.plan.warnings),
+            warnings=(*warnings, *model_config.warnings, *checkpoint.report.warnings, *self.plan.warnings),
         )
 
     def batches(self, scheduled: Sequence[ScheduledRequest]) -> list[InputBatch]:

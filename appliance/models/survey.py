@@ -12,10 +12,9 @@ from appliance.models.weights import WeightReader
 def survey(config: ModelConfig, reader: WeightReader, backend: Backend) -> None:
     """Afterwards the reader and its planner know what loading the model would tell them."""
     embed = reader.embedding("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
-    for group in config.paged_groups:
-        for index in group.layers:
-            DecoderLayer(config, reader, backend, f"model.layers.{index}", group.window)
-    reader.norm("model.norm.weight", config.hidden_size)
+    for index in range(config.num_layers):
+        DecoderLayer(config, reader, backend, index, rotary_index=None)
+    reader.norm("model.norm.weight", config.hidden_size, config.norms_add_one)
     if isinstance(reader, HeaderReader):
         reader.plan_lm_head(embed, config.tie_word_embeddings)
     else:

@@ -71,7 +71,19 @@ def normed_heads(folder: Path) -> Path:
     return folder
 
 
-MODELS = [plain, tied, quantized, mixed_widths, normed_heads]
+def one_layer_on_disk(folder: Path) -> Path:
+    """q, k and v, and gate and up, with their outputs in another order."""
+    save_tiny(folder, "phi3", is_quantized=True, partial_rotary_factor=0.5)
+    return folder
+
+
+def part_of_a_model_that_sees(folder: Path) -> Path:
+    """Tensors under other names, norms in float32."""
+    save_tiny(folder, "gemma3_that_sees", is_quantized=True, tie_word_embeddings=True)
+    return folder
+
+
+MODELS = [plain, tied, quantized, mixed_widths, normed_heads, one_layer_on_disk, part_of_a_model_that_sees]
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
