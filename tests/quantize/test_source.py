@@ -52,7 +52,7 @@ def test_the_older_config_means_the_same(rope: dict[str, Any]) -> None:
     assert older["rope_theta"] == rope["rope_theta"], "4.51 knows the base frequency by this key alone"
     assert older["torch_dtype"] == "bfloat16"
     assert not {"rope_parameters", "dtype", "auto_map"} & older.keys()
-    assert read_rope(ConfigFields(older), 32768) == read_rope(ConfigFields(newer), 32768)
+    assert read_rope(ConfigFields(older), 32768, 64) == read_rope(ConfigFields(newer), 32768, 64)
     known: Any = LlamaConfig(**older).rope_parameters
     assert {**rope, **known} == known, "transformers 5 reads it too"
 
