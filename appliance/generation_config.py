@@ -12,7 +12,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from appliance.errors import InvalidRequestError
+from appliance.errors import CheckpointError, InvalidRequestError
 from appliance.sampling_params import SamplingParams
 
 log = logging.getLogger(__name__)
@@ -23,12 +23,20 @@ _GGUF_METADATA_BYTES = 64 << 20
 
 
 def _read(folder: Path, name: str) -> dict[str, Any]:
-    """A JSON object of the folder; empty where there is none. Whoever loads the model reports damaged files."""
+    """A JSON object of the folder, empty where there is none. Raises CheckpointError for a damaged file: without its
+    tokens an answer might not end.
+    """
     try:
         value = json.loads((folder / name).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except OSError:
         return {}
-    return value if isinstance(value, dict) else {}
+    except ValueError as error:
+        raise CheckpointError(f"{folder / name} is not valid JSON ({error}): download the file again") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(
+            f"{folder / name} holds a {type(value).__name__}, an object was expected: download it again"
+        )
+    return value
 
 
 def _added_tokens(tokenizer: dict[str, Any]) -> list[dict[str, Any]]:

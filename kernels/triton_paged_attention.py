@@ -331,6 +331,11 @@ def paged_decode(
     return out
 
 
+def prefill_warps(dims: int) -> int:
+    """Heads of 256 and more spill registers on sm_120 with four."""
+    return 4 if dims < 256 else 8
+
+
 def paged_prefill(
     q: Tensor,
     cache: Tensor,
@@ -354,6 +359,7 @@ def paged_prefill(
     assert q.stride()[1:] == (head_dim, 1), "the heads of a row lie in a row"
     queries = triton.next_power_of_2(num_heads // num_kv_heads)
     block_m = max(64, queries)
+    dims = max(16, triton.next_power_of_2(head_dim))
     out = q.new_empty(q.shape)
     paged_prefill_kernel[(triton.cdiv(max_query_len, block_m // queries), num_kv_heads, seq_lens.shape[0])](
         out,
@@ -375,8 +381,8 @@ def paged_prefill(
         QUERIES=queries,
         BLOCK_M=block_m,
         TOKENS=PREFILL_TOKENS,
-        DIMS=max(16, triton.next_power_of_2(head_dim)),
+        DIMS=dims,
         STAGES=2,
-        num_warps=4,
+        num_warps=prefill_warps(dims),
     )
     return out

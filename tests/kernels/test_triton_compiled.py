@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import pytest
 
-from appliance.kernels.triton_paged_attention import DECODE_TOKENS, PREFILL_TOKENS
+from appliance.kernels.triton_paged_attention import DECODE_TOKENS, PREFILL_TOKENS, prefill_warps
 from appliance.kernels.triton_w4a16 import tile_for
 from tests.kernels.compiled import ARCHITECTURES, SHARED_LIMIT, Facts, Variant, compile_offline
 
 ALL = ARCHITECTURES
-TIGHTEST = (86,)
-"""Least shared memory: for kernels whose code is alike on all cards."""
 W4A16_POINTERS = {
     "words_ptr": "i16",
     **dict.fromkeys(("scales_ptr", "offsets_ptr", "correction_ptr", "sums_ptr"), "fp32"),
@@ -62,15 +60,16 @@ def attention(kernel: str, dtype: str, heads: tuple[int, int, int], **constants:
         **dict.fromkeys(("block_tables_ptr", "seq_lens_ptr", "query_start_loc_ptr"), "i32"),
         **dict.fromkeys(("parts_ptr", "part_maxima_ptr", "part_weights_ptr"), "fp32"),
     }
-    return Variant("triton_paged_attention", kernel, constants, pointers, ("window",), ("scale", "soft_cap"), 4, 2)
+    warps = prefill_warps(head_dim) if "prefill" in kernel else 4
+    return Variant("triton_paged_attention", kernel, constants, pointers, ("window",), ("scale", "soft_cap"), warps, 2)
 
 
 DECODE = {"NUM_SPLITS": 8, "BLOCK_M": 16, "TOKENS": DECODE_TOKENS}
 PREFILL = {"QUERIES": 8, "BLOCK_M": 64, "TOKENS": PREFILL_TOKENS}
 VARIANTS: dict[str, tuple[Variant, tuple[int, ...]]] = {
     "w4a16-decode-symmetric": (w4a16(1, 4, symmetric=True), ALL),
-    "w4a16-decode-bf16": (w4a16(1, 4, symmetric=False, dtype="bf16"), (86, 90)),
-    "w4a16-decode-g32-tail": (w4a16(1, 1, symmetric=False, even=False), TIGHTEST),
+    "w4a16-decode-bf16": (w4a16(1, 4, symmetric=False, dtype="bf16"), ALL),
+    "w4a16-decode-g32-tail": (w4a16(1, 1, symmetric=False, even=False), ALL),
     "w4a16-prefill-g128": (w4a16(64, 4, symmetric=False), ALL),
     "w4a16-sums": (
         Variant(
@@ -80,14 +79,14 @@ VARIANTS: dict[str, tuple[Variant, tuple[int, ...]]] = {
             {"correction_ptr": "fp32", "sums_ptr": "fp32"},
             ragged=("M", "K", "groups", "stride_x"),
         ),
-        TIGHTEST,
+        ALL,
     ),
     "decode-fp16": (attention("paged_decode_kernel", "fp16", (40, 8, 128), **DECODE), ALL),
-    "decode-bf16-wide": (attention("paged_decode_kernel", "bf16", (8, 4, 256), **DECODE), TIGHTEST),
-    "decode-bf16-capped": (attention("paged_decode_kernel", "bf16", (8, 4, 256), **DECODE, HAS_CAP=1), TIGHTEST),
-    "prefill-bf16-capped": (attention("paged_prefill_kernel", "bf16", (8, 4, 256), **PREFILL, HAS_CAP=1), TIGHTEST),
+    "decode-bf16-wide": (attention("paged_decode_kernel", "bf16", (8, 4, 256), **DECODE), ALL),
+    "decode-bf16-capped": (attention("paged_decode_kernel", "bf16", (8, 4, 256), **DECODE, HAS_CAP=1), ALL),
+    "prefill-bf16-capped": (attention("paged_prefill_kernel", "bf16", (8, 4, 256), **PREFILL, HAS_CAP=1), ALL),
     "prefill-fp16": (attention("paged_prefill_kernel", "fp16", (40, 8, 128), **PREFILL), ALL),
-    "prefill-bf16-wide": (attention("paged_prefill_kernel", "bf16", (8, 4, 256), **PREFILL), TIGHTEST),
+    "prefill-bf16-wide": (attention("paged_prefill_kernel", "bf16", (8, 4, 256), **PREFILL), ALL),
     "combine": (
         Variant(
             "triton_paged_attention",
@@ -95,7 +94,7 @@ VARIANTS: dict[str, tuple[Variant, tuple[int, ...]]] = {
             {"HEAD_DIM": 128, "NUM_SPLITS": 8, "SPLITS": 8, "DIMS": 128},
             dict.fromkeys(("parts_ptr", "part_maxima_ptr", "part_weights_ptr"), "fp32"),
         ),
-        TIGHTEST,
+        ALL,
     ),
     "kv-write": (
         Variant(
@@ -105,7 +104,7 @@ VARIANTS: dict[str, tuple[Variant, tuple[int, ...]]] = {
             {"slot_mapping_ptr": "i64"},
             ragged=("num_blocks",),
         ),
-        TIGHTEST,
+        ALL,
     ),
     "rms-norm": (
         Variant(
@@ -116,7 +115,7 @@ VARIANTS: dict[str, tuple[Variant, tuple[int, ...]]] = {
             floats=("eps",),
             warps=16,
         ),
-        TIGHTEST,
+        ALL,
     ),
     "rope": (
         Variant(
@@ -125,9 +124,9 @@ VARIANTS: dict[str, tuple[Variant, tuple[int, ...]]] = {
             {"HAS_NORM": 1, "HEADS": 48, "HEAD_DIM": 128, "HALF": 64, "ROWS": 64, "DIMS": 64},
             floats=("eps",),
         ),
-        TIGHTEST,
+        ALL,
     ),
-    "gelu-and-mul": (Variant("triton_gated", "gated_kernel", {"IS_GELU": 1, "BLOCK": 1024}), TIGHTEST),
+    "gelu-and-mul": (Variant("triton_gated", "gated_kernel", {"IS_GELU": 1, "BLOCK": 1024}), ALL),
 }
 
 
