@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from appliance.errors import CheckpointError, UnsupportedModelError
 from appliance.models.cache_group import CacheGroup, group_layers
 from appliance.models.config_fields import ConfigFields
+from appliance.models.mixture_config import MixtureConfig
 from appliance.models.rope_config import RopeConfig, YarnScaling, read_rope
 
 
@@ -33,12 +34,32 @@ class ModelConfig:
     rope: RopeConfig
     cache_groups: tuple[CacheGroup, ...]
     """Together they name every layer once."""
+    mixture: MixtureConfig | None = None
 
     @property
     def windows(self) -> tuple[int | None, ...]:
         """Sliding window of each layer; None is full attention."""
         by_layer = {layer: group.window for group in self.cache_groups for layer in group.layers}
         return tuple(by_layer[layer] for layer in range(self.num_layers))
+
+    @property
+    def mixtures(self) -> tuple[MixtureConfig | None, ...]:
+        """The mixture of experts of each layer; None is an MLP of intermediate_size."""
+        layers = () if self.mixture is None else self.mixture.layers
+        return tuple(self.mixture if layer in layers else None for layer in range(self.num_layers))
+
+    @property
+    def linear_parameters(self) -> int:
+        """Parameters of all layers' matrices, every expert's included."""
+        attention = 2 * (self.num_heads + self.num_kv_heads) * self.head_dim
+        widths = (3 * self.intermediate_size if m is None else m.parameters_per_input for m in self.mixtures)
+        return self.hidden_size * sum(attention + width for width in widths)
+
+    @property
+    def mlp_row_values(self) -> int:
+        """The most numbers that an MLP holds of one row at a time."""
+        widths = (3 * self.intermediate_size if m is None else m.row_values(self.hidden_size) for m in self.mixtures)
+        return self.hidden_size + max(widths)
 
 
 def num_layers(fields: ConfigFields) -> int:
@@ -54,6 +75,7 @@ def decoder_config(
     qk_norm: bool = False,
     head_dim: int | None = None,
     cache_groups: tuple[CacheGroup, ...] | None = None,
+    mixture: MixtureConfig | None = None,
 ) -> ModelConfig:
     """What all served architectures write alike, and what the one at hand adds to it.
 
@@ -97,4 +119,5 @@ def decoder_config(
         qk_norm=qk_norm,
         rope=rope,
         cache_groups=cache_groups or group_layers([None] * num_layers(fields)),
+        mixture=mixture,
     )

@@ -1,8 +1,9 @@
 """The decoder that all served architectures are instances of: RMSNorm, grouped-query attention with rotary embedding,
-RMSNorm, SwiGLU; `ModelConfig` says which biases, norms and windows.
+RMSNorm, SwiGLU or a mixture of them; `ModelConfig` says which biases, norms and windows.
 
 Tensors (Hugging Face names): model.embed_tokens, model.layers.N.{input_layernorm, self_attn.{q,k,v,o}_proj,
-self_attn.{q,k}_norm, post_attention_layernorm, mlp.{gate,up,down}_proj}, model.norm, lm_head (absent when tied).
+self_attn.{q,k}_norm, post_attention_layernorm, mlp.{gate,up,down}_proj}, model.norm, lm_head (absent when tied);
+those of mixtures are in experts.py.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ from torch import Tensor
 from appliance.kernels.backend import Attention, Backend
 from appliance.kernels.spec import LinearKernel
 from appliance.models.config import ModelConfig
+from appliance.models.mixture import Mixture
+from appliance.models.mixture_config import MixtureConfig
+from appliance.models.mlp import Mlp
 from appliance.models.rope import RotaryTable
 from appliance.models.weights import FusedLinear, WeightReader
 
@@ -24,9 +28,15 @@ class DecoderLayer:
     """One block of the residual stream, T rows, decodes first."""
 
     def __init__(
-        self, config: ModelConfig, weights: WeightReader, backend: Backend, prefix: str, window: int | None
+        self,
+        config: ModelConfig,
+        weights: WeightReader,
+        backend: Backend,
+        prefix: str,
+        window: int | None,
+        mixture: MixtureConfig | None,
     ) -> None:
-        """window: how many positions a token attends to, None for all."""
+        """window: how many positions a token attends to, None for all. mixture: what stands for the MLP, if any."""
         self.backend = backend
         self.head_dim = config.head_dim
         self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
@@ -35,8 +45,7 @@ class DecoderLayer:
         self.input_norm = weights.norm(f"{prefix}.input_layernorm.weight", config.hidden_size)
         self.post_attention_norm = weights.norm(f"{prefix}.post_attention_layernorm.weight", config.hidden_size)
         q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        hidden, intermediate = config.hidden_size, config.intermediate_size
-        attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
+        hidden, attention = config.hidden_size, f"{prefix}.self_attn"
         self.qkv: FusedLinear = weights.fused(
             attention, {"q_proj": q, "k_proj": kv, "v_proj": kv}, hidden, config.qkv_bias
         )
@@ -46,8 +55,11 @@ class DecoderLayer:
             # [heads of q and k, head_dim]: the two are normed and turned as one.
             self.qk_norm = torch.cat([q_norm.expand(config.num_heads, -1), k_norm.expand(config.num_kv_heads, -1)])
         self.output = weights.fused(attention, {"o_proj": hidden}, q, config.output_bias)
-        self.gate_up = weights.fused(mlp, {"gate_proj": intermediate, "up_proj": intermediate}, hidden, config.mlp_bias)
-        self.down = weights.fused(mlp, {"down_proj": hidden}, intermediate, config.mlp_bias)
+        self.mlp: Mlp | Mixture
+        if mixture is None:
+            self.mlp = Mlp(weights, backend, f"{prefix}.mlp", hidden, config.intermediate_size, config.mlp_bias)
+        else:
+            self.mlp = Mixture(mixture, weights, backend, prefix, hidden)
 
     def __call__(
         self, x: Tensor, delta: Tensor | None, cos: Tensor, sin: Tensor, attention: Attention, cache: Tensor
@@ -66,7 +78,7 @@ class DecoderLayer:
         attention.write(cache, qkv[:, self.num_heads :])
         attended = attention.attend(cache, qkv[:, : self.num_heads], self.window)
         normed = self.backend.rms_norm(self.output(attended, num_decode), self.post_attention_norm, self.eps, x)
-        return self.down(self.backend.silu_and_mul(self.gate_up(normed, num_decode)), num_decode)
+        return self.mlp(normed, num_decode)
 
 
 class DecoderModel:
@@ -83,8 +95,8 @@ class DecoderModel:
         self.backend = backend
         self.embed = weights.embedding("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
         self.layers: list[DecoderLayer] = []
-        for index, window in enumerate(config.windows):
-            self.layers.append(DecoderLayer(config, weights, backend, f"model.layers.{index}", window))
+        for index, (window, mixture) in enumerate(zip(config.windows, config.mixtures, strict=True)):
+            self.layers.append(DecoderLayer(config, weights, backend, f"model.layers.{index}", window, mixture))
             progress((index + 1) / config.num_layers)
         self.norm = weights.norm("model.norm.weight", config.hidden_size)
         self.lm_head: LinearKernel = weights.lm_head(self.embed, config.tie_word_embeddings)

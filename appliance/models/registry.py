@@ -12,6 +12,7 @@ from appliance.models.llama import llama
 from appliance.models.mistral import mistral
 from appliance.models.qwen2 import qwen2
 from appliance.models.qwen3 import qwen3
+from appliance.models.qwen3_moe import qwen3_moe
 
 MODELS: dict[str, Callable[[ConfigFields], ModelConfig]] = {
     "LlamaForCausalLM": llama,
@@ -19,6 +20,7 @@ MODELS: dict[str, Callable[[ConfigFields], ModelConfig]] = {
     "MistralForCausalLM": mistral,
     "Qwen2ForCausalLM": qwen2,
     "Qwen3ForCausalLM": qwen3,
+    "Qwen3MoeForCausalLM": qwen3_moe,
 }
 
 # Architectures that exist only as Python code in a model's folder: what they are, what to use, its architecture.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -87,6 +88,31 @@ class WeightReader:
             parts = [PlannedLinear(" + ".join(names), merged, bias, self.target)]
         self.linears.extend(parts)
         return FusedLinear(parts)
+
+    def single(self, name: str, weight: Tensor) -> FusedLinear:
+        """A projection whose weight [N, K] is at hand, without a bias: an expert's part of a stack."""
+        linear = PlannedLinear(name, weight, None, self.target)
+        self.linears.append(linear)
+        return FusedLinear([linear])
+
+    def float32(self, outputs: Mapping[str, int], in_features: int) -> LinearKernel:
+        """Modules with their numbers of outputs as one dense layer in float32, quantised on disk or not."""
+        weights = [self._linear_weight(name, in_features, size) for name, size in outputs.items()]
+        dense = [weight.dequantize() if isinstance(weight, QuantizedWeight) else weight.float() for weight in weights]
+        target = replace(self.target, dtype=torch.float32, keep_dense=True)
+        linear = PlannedLinear(" + ".join(outputs), torch.cat(dense), None, target)
+        self.linears.append(linear)
+        return linear.decode
+
+    def stack(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """A tensor of several layers' weights as stored, a view of the file: nothing is counted."""
+        tensor = self.checkpoint.tensor(name)
+        if tuple(tensor.shape) != shape or not tensor.is_floating_point():
+            raise CheckpointError(
+                f"Tensor {name!r} is {tensor.dtype} of shape {tuple(tensor.shape)}, config.json says it should be "
+                f"floats of shape {shape}."
+            )
+        return tensor
 
     def _plain(self, name: str, shape: tuple[int, ...]) -> Tensor:
         if not self.checkpoint.has(name):

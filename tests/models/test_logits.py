@@ -20,6 +20,15 @@ from tests.models.tiny import save_tiny
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 MIXED = ["sliding_attention", "full_attention"]
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
+
+
+def mixed_experts(module: str) -> int:
+    """Routers and experts of every kind: plain, at 4 and at 8 bits, one expert's own modules unlike each other."""
+    if ".experts." in module:
+        return {"0": 0, "1": 8}.get(module.split(".")[-2], 4) if not module.endswith("7.up_proj") else 8
+    return 0 if module == "lm_head" else 4
+
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "llama-gqa": {},
@@ -45,6 +54,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "qwen3-window": {"use_sliding_window": True, "sliding_window": 17, "layer_types": MIXED},
     "qwen3-yarn": {"rope_parameters": YARN | {"attention_factor": 0.8}},
     "qwen3-gptq": {"head_dim": 24, "is_quantized": True},
+    "qwen3_moe": EXPERTS | {"norm_topk_prob": True},
+    "qwen3_moe-stacked": EXPERTS | {"is_stacked": True},
+    "qwen3_moe-dense_layer": EXPERTS | {"decoder_sparse_step": 2},
+    "qwen3_moe-named_dense_layer": EXPERTS | {"mlp_only_layers": [1]},
+    "qwen3_moe-all_experts": EXPERTS | {"num_experts_per_tok": 8},
+    "qwen3_moe-window": EXPERTS | {"use_sliding_window": True, "sliding_window": 24},
+    "qwen3_moe-gptq": EXPERTS | {"norm_topk_prob": True, "is_quantized": True},
+    "qwen3_moe-gptq_mixed": EXPERTS | {"is_quantized": True, "bits_of": mixed_experts},
 }
 
 

@@ -24,6 +24,8 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 from tests.quant.writers import exact_weight, gptq_config, gptq_tensors, gptqmodel_zero_words
@@ -34,13 +36,18 @@ FAMILIES: dict[str, tuple[Any, Any]] = {
     "mistral": (MistralConfig, MistralForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
 }
 GROUP_SIZE = 32
 
 
+ROUTER = ".mlp.gate"
+"""What the name of a router ends with."""
+
+
 def layers_at_4_bits(module: str) -> int:
-    """All of them but lm_head, which stays plain."""
-    return 0 if module == "lm_head" else 4
+    """All of them but lm_head and routers, which stay plain."""
+    return 0 if module.endswith(("lm_head", ROUTER)) else 4
 
 
 def save_tiny(
@@ -49,11 +56,13 @@ def save_tiny(
     *,
     is_quantized: bool = False,
     bits_of: Callable[[str], int] = layers_at_4_bits,
+    is_stacked: bool = False,
     seed: int = 0,
     **overrides: Any,
 ) -> PreTrainedModel:
     """Write a two-layer random model (float32, or quantised to GPTQ) and return transformers' own, float32, of the
-    weights that the file stands for. bits_of: bits of each linear module when quantised, 0 for plain.
+    weights that the file stands for. bits_of: bits of each linear module when quantised, 0 for plain; is_stacked:
+    plain experts are saved as transformers holds them, all of a layer in one tensor.
     """
     torch.manual_seed(seed)
     settings: dict[str, Any] = {
@@ -79,7 +88,7 @@ def save_tiny(
             if parameter.ndim == 1:
                 parameter.add_(0.2 * torch.randn_like(parameter))
             assert parameter.isfinite().all(), name
-    model.save_pretrained(folder)
+    model.save_pretrained(folder, save_original_format=not is_stacked)
     if is_quantized:
         _save_quantized(folder, model, bits_of)
     return model
@@ -94,25 +103,43 @@ def _save_quantized(folder: Path, model: PreTrainedModel, bits_of: Callable[[str
     tensors = dict(model.state_dict())
     if model.config.tie_word_embeddings:
         del tensors["lm_head.weight"]
-    linears = {name: module for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    linears = linear_weights(model)
+    for name in list(tensors):
+        if ".experts." in name:  # stacks
+            tensors.pop(name)
+    tensors |= {f"{name}.weight": weight for name, weight in linears.items() if ".experts." in name}
     usual = Counter(bits for bits in map(bits_of, linears) if bits).most_common(1)[0][0]
     dynamic: dict[str, dict[str, int]] = {}
-    for name, module in linears.items():
+    for name, weight in linears.items():
         bits = bits_of(name)
         if bits != usual:
             pattern = f"{re.escape(name)}$"
             dynamic |= {pattern: {"bits": bits}} if bits else {f"-:{pattern}": {}}
         if bits:
-            order = torch.arange(module.in_features) // GROUP_SIZE
-            codes, zeros, scales = _round(module.weight.detach().t(), bits)
+            order = torch.arange(weight.shape[1]) // GROUP_SIZE
+            codes, zeros, scales = _round(weight.t(), bits)
             with torch.no_grad():
-                module.weight.copy_(exact_weight(codes, zeros, scales, order))
+                weight.copy_(exact_weight(codes, zeros, scales, order))
             tensors.pop(f"{name}.weight", None)
             tensors |= gptq_tensors(codes, gptqmodel_zero_words(zeros, bits), scales, order, name, bits)
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"] = gptq_config(GROUP_SIZE, bits=usual, dynamic=dynamic)
     (folder / "config.json").write_text(json.dumps(config))
+
+
+def linear_weights(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Views of all linear modules' weights [N, K], those of stacked experts under the names that checkpoints have."""
+    weights: dict[str, Tensor] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear) or name.endswith(ROUTER):
+            weights[name] = module.weight.detach()
+        elif name.endswith(".mlp.experts"):
+            for index, (gate_up, down) in enumerate(zip(module.gate_up_proj, module.down_proj, strict=True)):
+                gate, up = gate_up.detach().chunk(2)
+                parts = {"gate_proj": gate, "up_proj": up, "down_proj": down.detach()}
+                weights |= {f"{name}.{index}.{part}": weight for part, weight in parts.items()}
+    return weights
 
 
 def _round(weight: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
