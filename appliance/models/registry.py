@@ -11,6 +11,7 @@ from appliance.models.config_fields import ConfigFields
 from appliance.models.llama import llama
 from appliance.models.mistral import mistral
 from appliance.models.qwen2 import qwen2
+from appliance.models.qwen2_moe import qwen2_moe
 from appliance.models.qwen3 import qwen3
 from appliance.models.qwen3_moe import qwen3_moe
 
@@ -19,6 +20,7 @@ MODELS: dict[str, Callable[[ConfigFields], ModelConfig]] = {
     "MinistralForCausalLM": mistral,
     "MistralForCausalLM": mistral,
     "Qwen2ForCausalLM": qwen2,
+    "Qwen2MoeForCausalLM": qwen2_moe,
     "Qwen3ForCausalLM": qwen3,
     "Qwen3MoeForCausalLM": qwen3_moe,
 }

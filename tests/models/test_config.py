@@ -127,7 +127,7 @@ def test_layers_of_a_window_form_a_group() -> None:
 
 def test_biases_and_norms_are_the_architectures_own() -> None:
     found = {name: read(name, attention_bias=False) for name in MODELS}
-    assert [name for name, config in found.items() if config.qkv_bias] == ["Qwen2ForCausalLM"]
+    assert [name for name, config in found.items() if config.qkv_bias] == ["Qwen2ForCausalLM", "Qwen2MoeForCausalLM"]
     assert [name for name, config in found.items() if config.qk_norm] == ["Qwen3ForCausalLM", "Qwen3MoeForCausalLM"]
     assert not any(config.output_bias or config.mlp_bias for config in found.values())
     assert found["Qwen3ForCausalLM"].head_dim == 128

@@ -21,13 +21,14 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 MIXED = ["sliding_attention", "full_attention"]
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
+SHARED = EXPERTS | {"shared_expert_intermediate_size": 96}
 
 
 def mixed_experts(module: str) -> int:
     """Routers and experts of every kind: plain, at 4 and at 8 bits, one expert's own modules unlike each other."""
     if ".experts." in module:
         return {"0": 0, "1": 8}.get(module.split(".")[-2], 4) if not module.endswith("7.up_proj") else 8
-    return 0 if module == "lm_head" else 4
+    return 0 if module.endswith(("lm_head", ".shared_expert_gate")) else 4
 
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -54,6 +55,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "qwen3-window": {"use_sliding_window": True, "sliding_window": 17, "layer_types": MIXED},
     "qwen3-yarn": {"rope_parameters": YARN | {"attention_factor": 0.8}},
     "qwen3-gptq": {"head_dim": 24, "is_quantized": True},
+    "qwen2_moe": SHARED,
+    "qwen2_moe-normalized": SHARED | {"norm_topk_prob": True, "qkv_bias": False},
+    "qwen2_moe-stacked_and_dense": SHARED | {"is_stacked": True, "mlp_only_layers": [0]},
+    "qwen2_moe-window": SHARED | {"use_sliding_window": True, "sliding_window": 24},
+    "qwen2_moe-gptq": SHARED | {"is_quantized": True},
+    "qwen2_moe-gptq_mixed": SHARED | {"is_quantized": True, "bits_of": mixed_experts},
     "qwen3_moe": EXPERTS | {"norm_topk_prob": True},
     "qwen3_moe-stacked": EXPERTS | {"is_stacked": True},
     "qwen3_moe-dense_layer": EXPERTS | {"decoder_sparse_step": 2},

@@ -72,6 +72,7 @@ def test_rows_that_all_choose_alike_leave_the_other_experts_out(tmp_path: Path, 
     torch.testing.assert_close(mixture(x, 0), reference(mixture, x), rtol=1e-4, atol=1e-4)
 
 
+SHARED = {"shared_expert_intermediate_size": 96}
 MODES: dict[str, tuple[bool, torch.dtype, bool]] = {
     "exact": (False, torch.float32, True),
     "exact_quantized": (True, torch.float32, True),
@@ -85,7 +86,7 @@ MODES: dict[str, tuple[bool, torch.dtype, bool]] = {
 @pytest.mark.parametrize("phase", ["decode", "prefill"])
 def test_a_row_is_bit_equal_alone_and_in_any_batch(tmp_path: Path, mode: str, phase: str) -> None:
     is_quantized, dtype, keep_dense = MODES[mode]
-    save_tiny(tmp_path, "qwen3_moe", is_quantized=is_quantized, **SHAPE)
+    save_tiny(tmp_path, "qwen2_moe", is_quantized=is_quantized, **SHAPE | SHARED)
     mixture = open_mixture(tmp_path, dtype, keep_dense)
     x = rows(300).to(dtype)
 
@@ -142,13 +143,15 @@ def test_a_models_logits_are_bit_equal_alone_and_in_a_batch(tmp_path: Path) -> N
 
 
 def test_memory_counts_every_expert(tmp_path: Path) -> None:
-    save_tiny(tmp_path, "qwen3_moe", **SHAPE)
-    config = read_model_config(open_checkpoint(tmp_path).config, "Qwen3MoeForCausalLM")
-    attention = HIDDEN * 16 * 2 * (4 + 2)
-    assert config.linear_parameters == 2 * (attention + 8 * (3 * 32 * HIDDEN + HIDDEN))
+    """A dense layer, and one of eight experts and a shared one; biases of q, k and v."""
+    save_tiny(tmp_path, "qwen2_moe", mlp_only_layers=[0], **SHAPE | SHARED)
+    config = read_model_config(open_checkpoint(tmp_path).config, "Qwen2MoeForCausalLM")
+    attention, dense = 16 * 2 * (4 + 2), 3 * 96
+    mixture = 8 * (3 * 32 + 1) + 3 * 96 + 1
+    assert config.linear_parameters == HIDDEN * (2 * attention + dense + mixture)
     runner = ModelRunner(EngineConfig(str(tmp_path), dtype="float32", num_kv_blocks=8), lambda stage, done: None)
-    norms = 2 * (2 * HIDDEN + 2 * 16) + HIDDEN
-    assert runner.loaded.memory.weights == 4 * (config.linear_parameters + 2 * 131 * HIDDEN + norms)
+    others = 2 * 131 * HIDDEN + 5 * HIDDEN + 2 * 16 * (4 + 2 + 2)
+    assert runner.loaded.memory.weights == 4 * (config.linear_parameters + others)
 
 
 def test_a_step_needs_more_memory_the_more_experts_a_row_has(tmp_path: Path) -> None:

@@ -22,6 +22,8 @@ from transformers import (
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
@@ -35,6 +37,7 @@ FAMILIES: dict[str, tuple[Any, Any]] = {
     "ministral": (MinistralConfig, MinistralForCausalLM),
     "mistral": (MistralConfig, MistralForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    "qwen2_moe": (Qwen2MoeConfig, Qwen2MoeForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
 }
@@ -46,8 +49,8 @@ ROUTER = ".mlp.gate"
 
 
 def layers_at_4_bits(module: str) -> int:
-    """All of them but lm_head and routers, which stay plain."""
-    return 0 if module.endswith(("lm_head", ROUTER)) else 4
+    """All of them but lm_head, routers and the gates of shared experts, which stay plain."""
+    return 0 if module.endswith(("lm_head", ROUTER, ".shared_expert_gate")) else 4
 
 
 def save_tiny(
