@@ -10,6 +10,7 @@ from appliance.models.config import ModelConfig
 from appliance.models.config_fields import ConfigFields
 from appliance.models.llama import llama
 from appliance.models.mistral import mistral
+from appliance.models.mixtral import mixtral
 from appliance.models.qwen2 import qwen2
 from appliance.models.qwen2_moe import qwen2_moe
 from appliance.models.qwen3 import qwen3
@@ -19,6 +20,7 @@ MODELS: dict[str, Callable[[ConfigFields], ModelConfig]] = {
     "LlamaForCausalLM": llama,
     "MinistralForCausalLM": mistral,
     "MistralForCausalLM": mistral,
+    "MixtralForCausalLM": mixtral,
     "Qwen2ForCausalLM": qwen2,
     "Qwen2MoeForCausalLM": qwen2_moe,
     "Qwen3ForCausalLM": qwen3,

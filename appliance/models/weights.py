@@ -107,10 +107,10 @@ class WeightReader:
     def stack(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """A tensor of several layers' weights as stored, a view of the file: nothing is counted."""
         tensor = self.checkpoint.tensor(name)
-        if tuple(tensor.shape) != shape or not tensor.is_floating_point():
+        if tuple(tensor.shape) != shape or tensor.dtype not in (torch.float16, torch.bfloat16, torch.float32):
             raise CheckpointError(
-                f"Tensor {name!r} is {tensor.dtype} of shape {tuple(tensor.shape)}, config.json says it should be "
-                f"floats of shape {shape}."
+                f"Tensor {name!r} is {tensor.dtype} of shape {tuple(tensor.shape)}: 16- or 32-bit floats of shape "
+                f"{shape}, as config.json says, were expected."
             )
         return tensor
 

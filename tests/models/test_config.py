@@ -100,6 +100,14 @@ def read(architecture: str, **fields: Any) -> ModelConfig:
     return read_model_config({**SHAPE, **fields}, architecture)
 
 
+def test_a_mixtral_without_window_or_theta_has_none_and_1e6() -> None:
+    assert read("MixtralForCausalLM").windows == (None,) * 4
+    assert read("MixtralForCausalLM", sliding_window=8).windows == (8,) * 4
+    assert read("MixtralForCausalLM").rope.theta == 1e6
+    assert read("MixtralForCausalLM", rope_theta=5e5).rope.theta == 5e5
+    assert read("MixtralForCausalLM", rope_parameters={"rope_theta": 5e5}).rope.theta == 5e5
+
+
 def test_a_mistral_slides_unless_null_says_otherwise() -> None:
     assert read("MistralForCausalLM").windows == (4096,) * 4
     assert read("MistralForCausalLM", sliding_window=None).windows == (None,) * 4

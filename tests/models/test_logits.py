@@ -21,6 +21,7 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 MIXED = ["sliding_attention", "full_attention"]
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
+MIXTRAL = {"num_local_experts": 8, "head_dim": None}
 SHARED = EXPERTS | {"shared_expert_intermediate_size": 96}
 
 
@@ -55,6 +56,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "qwen3-window": {"use_sliding_window": True, "sliding_window": 17, "layer_types": MIXED},
     "qwen3-yarn": {"rope_parameters": YARN | {"attention_factor": 0.8}},
     "qwen3-gptq": {"head_dim": 24, "is_quantized": True},
+    "mixtral": MIXTRAL,
+    "mixtral-stacked": MIXTRAL | {"is_stacked": True},
+    "mixtral-window": MIXTRAL | {"sliding_window": 24},
+    "mixtral-gptq": MIXTRAL | {"is_quantized": True},
     "qwen2_moe": SHARED,
     "qwen2_moe-normalized": SHARED | {"norm_topk_prob": True, "qkv_bias": False},
     "qwen2_moe-stacked_and_dense": SHARED | {"is_stacked": True, "mlp_only_layers": [0]},

@@ -180,9 +180,9 @@ DAMAGES: dict[str, tuple[bool, Callable[[dict[str, Tensor]], object], str]] = {
     "other stack": (
         True,
         lambda t: t.update({STACK: torch.zeros(6, HIDDEN, 32)}),
-        r"down_proj' is torch.float32 of shape \(6, 64, 32\), config.json says .*\(8, 64, 32\)",
+        r"down_proj' is torch.float32 of shape \(6, 64, 32\): 16- or 32-bit floats of shape \(8, 64, 32\)",
     ),
-    "integer stack": (True, lambda t: t.update({STACK: t[STACK].int()}), "down_proj' is torch.int32"),
+    "8-bit stack": (True, lambda t: t.update({STACK: t[STACK].to(torch.float8_e4m3fn)}), "is torch.float8_e4m3fn"),
 }
 
 

@@ -19,6 +19,8 @@ from transformers import (
     MinistralForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -36,6 +38,7 @@ FAMILIES: dict[str, tuple[Any, Any]] = {
     "llama": (LlamaConfig, LlamaForCausalLM),
     "ministral": (MinistralConfig, MinistralForCausalLM),
     "mistral": (MistralConfig, MistralForCausalLM),
+    "mixtral": (MixtralConfig, MixtralForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen2_moe": (Qwen2MoeConfig, Qwen2MoeForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
@@ -44,7 +47,7 @@ FAMILIES: dict[str, tuple[Any, Any]] = {
 GROUP_SIZE = 32
 
 
-ROUTER = ".mlp.gate"
+ROUTER = ".gate"
 """What the name of a router ends with."""
 
 
@@ -104,13 +107,12 @@ def save_tiny_llama(folder: Path, seed: int = 0, **overrides: Any) -> PreTrained
 def _save_quantized(folder: Path, model: PreTrainedModel, bits_of: Callable[[str], int]) -> None:
     """Round the linear modules to asymmetric groups, in the model and in the folder; `dynamic` names exceptions."""
     tensors = dict(model.state_dict())
+    linears = linear_weights(model)
+    # Routers and experts under the names that checkpoints have.
+    tensors = {name: t for name, t in tensors.items() if ".experts." not in name and f"{ROUTER}.weight" not in name}
+    tensors |= {f"{name}.weight": weight for name, weight in linears.items()}
     if model.config.tie_word_embeddings:
         del tensors["lm_head.weight"]
-    linears = linear_weights(model)
-    for name in list(tensors):
-        if ".experts." in name:  # stacks
-            tensors.pop(name)
-    tensors |= {f"{name}.weight": weight for name, weight in linears.items() if ".experts." in name}
     usual = Counter(bits for bits in map(bits_of, linears) if bits).most_common(1)[0][0]
     dynamic: dict[str, dict[str, int]] = {}
     for name, weight in linears.items():
@@ -132,7 +134,9 @@ def _save_quantized(folder: Path, model: PreTrainedModel, bits_of: Callable[[str
 
 
 def linear_weights(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Views of all linear modules' weights [N, K], those of stacked experts under the names that checkpoints have."""
+    """Views of all linear modules' weights [N, K], of experts one by one, under the names that checkpoints have."""
+    is_mixtral = model.config.model_type == "mixtral"
+    parts = ("w1", "w3", "w2") if is_mixtral else ("gate_proj", "up_proj", "down_proj")
     weights: dict[str, Tensor] = {}
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.Linear) or name.endswith(ROUTER):
@@ -140,9 +144,9 @@ def linear_weights(model: PreTrainedModel) -> dict[str, Tensor]:
         elif name.endswith(".mlp.experts"):
             for index, (gate_up, down) in enumerate(zip(module.gate_up_proj, module.down_proj, strict=True)):
                 gate, up = gate_up.detach().chunk(2)
-                parts = {"gate_proj": gate, "up_proj": up, "down_proj": down.detach()}
-                weights |= {f"{name}.{index}.{part}": weight for part, weight in parts.items()}
-    return weights
+                for part, weight in zip(parts, (gate, up, down.detach()), strict=True):
+                    weights[f"{name}.{index}.{part}"] = weight
+    return {n.replace(".mlp.", ".block_sparse_moe."): w for n, w in weights.items()} if is_mixtral else weights
 
 
 def _round(weight: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
