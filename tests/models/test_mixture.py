@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,11 @@ from appliance.models.mixture import Mixture
 from appliance.models.registry import architecture_of, read_model_config
 from appliance.models.weights import WeightReader
 from appliance.quant.checkpoint import open_checkpoint
+from appliance.quant.weight import QuantizedWeight
 from tests.models.test_logits import make_request, run
-from tests.models.tiny import save_tiny
+from tests.models.tiny import GROUP_SIZE, save_tiny
+from tests.quant.awq_writers import awq_config, gemm
+from tests.quant.compressed_tensors_writer import compressed_config, compressed_tensors, group
 
 SHAPE: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
 HIDDEN = 64
@@ -99,6 +103,39 @@ def test_a_row_is_bit_equal_alone_and_in_any_batch(tmp_path: Path, mode: str, ph
         assert torch.equal(compute(x[start:stop]), together[start:stop])
     shuffled = torch.randperm(300, generator=torch.Generator().manual_seed(1))
     assert torch.equal(compute(x[shuffled]), together[shuffled])
+
+
+def as_awq(module: str, weight: QuantizedWeight) -> dict[str, Tensor]:
+    return gemm(module, weight.codes.long(), weight.zeros, weight.scales.half())
+
+
+def as_compressed_tensors(module: str, weight: QuantizedWeight) -> dict[str, Tensor]:
+    return compressed_tensors(weight.codes.long(), weight.zeros, weight.scales.half(), 4, module=module)
+
+
+FORMATS: dict[str, tuple[Callable[[str, QuantizedWeight], dict[str, Tensor]], dict[str, Any]]] = {
+    "awq": (as_awq, awq_config(GROUP_SIZE)),
+    "compressed-tensors": (as_compressed_tensors, compressed_config(group(4, GROUP_SIZE, symmetric=False))),
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_experts_are_the_same_in_every_format(tmp_path: Path, name: str) -> None:
+    write, quantization = FORMATS[name]
+    save_tiny(tmp_path, "mixtral", is_quantized=True, num_local_experts=4, intermediate_size=32)
+    x = rows(20)
+    expected = open_mixture(tmp_path)(x, 0)
+    checkpoint = open_checkpoint(tmp_path)
+    tensors: dict[str, Tensor] = {}
+    for parameter in checkpoint.names():
+        module = parameter.removesuffix(".weight")
+        weight = checkpoint.linear(module)
+        tensors |= write(module, weight) if isinstance(weight, QuantizedWeight) else {parameter: weight}
+    save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, tmp_path / "model.safetensors")
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}))
+    assert open_checkpoint(tmp_path).report.format == name
+    assert torch.equal(open_mixture(tmp_path)(x, 0), expected)
 
 
 def test_a_mixed_step_runs_each_row_by_its_phase(tmp_path: Path) -> None:
