@@ -50,8 +50,8 @@ def read_experts(weights: WeightReader, block: str, config: MixtureConfig, hidde
             )
             for index in range(config.num_experts)
         ]
-    is_named = weights.checkpoint.has_module(f"{prefix}.0.{_NAMES[1][0]}")
-    gate_name, up_name, down_name = _NAMES[is_named]
+    found = (names for names in _NAMES if weights.checkpoint.has_module(f"{prefix}.0.{names[0]}"))
+    gate_name, up_name, down_name = next(found, _NAMES[0])
     return [
         Expert(
             weights.fused(f"{prefix}.{index}", {gate_name: size, up_name: size}, hidden_size, False),

@@ -6,11 +6,13 @@ file: llama.cpp decides by architecture (its llama and qwen3moe: yes, qwen2moe: 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
 from appliance.errors import CheckpointError, UnsupportedModelError
 
+_DENSE = re.compile(r"blk\.([0-9]{1,4})\.ffn_gate\.weight")
 _MIXTURES = ("llama", "qwen2moe", "qwen3moe")
 # Values that mean what is served; absent does too. Gating function 1 is softmax.
 _NEUTRAL: dict[str, tuple[object, ...]] = {
@@ -52,7 +54,7 @@ def mixture_fields(
         "num_experts": count,
         "num_experts_per_tok": optional("expert_used_count"),
         "norm_topk_prob": architecture == "qwen3moe",
-        "mlp_only_layers": [int(name.split(".")[1]) for name in shapes if name.endswith(".ffn_gate.weight")],
+        "mlp_only_layers": [int(match[1]) for match in map(_DENSE.fullmatch, shapes) if match],
     }
     if fields["num_experts_per_tok"] is None:
         raise CheckpointError(f"GGUF metadata {architecture}.expert_used_count is missing, a number was expected")
