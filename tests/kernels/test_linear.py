@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from appliance.errors import UnsupportedModelError
-from appliance.kernels import cpu_int4, cpu_onednn, registry
+from appliance.kernels import cpu_int4, cpu_onednn, dequantize, registry
 from appliance.kernels.reference.linear import linear as reference
 from appliance.kernels.registry import KERNELS, NoKernelError, plan_linear
 from appliance.kernels.spec import LinearSpec, Phase, Target
@@ -135,6 +135,22 @@ def test_dense_row_does_not_depend_on_its_neighbours(K: int, N: int, dtype: torc
                 assert torch.equal(kernel(x[start:stop]), together[start:stop])
     finally:
         torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_dequantised_row_does_not_depend_on_its_neighbours(threads: int) -> None:
+    """Single rows are many where experts share a prompt's rows. In these shapes oneDNN treats one alone otherwise."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for K, N in ((1408, 2048), (2048, 1536)):
+            kernel = dequantize.pack(random_weight(K, N, 64), torch.bfloat16)
+            x = torch.randn(17, K, generator=torch.Generator().manual_seed(3)).bfloat16()
+            together = kernel(x)
+            for start, stop in ((0, 1), (5, 6), (16, 17), (3, 5), (2, 11)):
+                assert torch.equal(kernel(x[start:stop]), together[start:stop])
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_mixed_step_runs_each_row_by_its_phase() -> None:
