@@ -14,6 +14,7 @@ from torch import Tensor
 from appliance.config import EngineConfig
 from appliance.engine.model_runner import ModelRunner
 from appliance.quant.checkpoint import open_checkpoint
+from appliance.quant.formats.canonical import save_canonical
 from tests.models.test_logits import assert_close, make_request, run
 from tests.models.tiny import FAMILIES
 from tests.quant.gguf_writer import (
@@ -123,9 +124,7 @@ def test_logits_of_scaled_positions_equal_transformers(tmp_path: Path, kind: str
     assert_logits_equal_transformers(path, rope)
 
 
-@pytest.mark.parametrize("kind", [Kind.Q4_1, Kind.Q8_0, Kind.F16, Kind.BF16])
-@pytest.mark.parametrize("architecture", ["llama", "qwen2moe", "qwen3moe"])
-def test_logits_of_mixtures_equal_transformers(tmp_path: Path, architecture: str, kind: Kind) -> None:
+def write_mixture(path: Path, architecture: str, kind: Kind) -> Path:
     """Mixtral's files say llama; the first layer of the others is dense."""
     tensors: dict[str, Any] = {name: tensor * 0.3 for name, tensor in weights().items()}
     add_what_differs(tensors, architecture, SMALL)
@@ -133,6 +132,23 @@ def test_logits_of_mixtures_equal_transformers(tmp_path: Path, architecture: str
         mixture(tensors, layer, has_shared=architecture == "qwen2moe")
     kinds = {name: kind for name, tensor in tensors.items() if tensor.ndim > 1 and "inp" not in name}
     metadata = {"expert_count": 8, "expert_used_count": 3}
-    path = write_gguf(tmp_path / "m.gguf", tensors, kinds, architecture=architecture, metadata=metadata)
-    assert open_checkpoint(path).config["num_experts"] == 8
+    return write_gguf(path, tensors, kinds, architecture=architecture, metadata=metadata)
+
+
+@pytest.mark.parametrize("kind", [Kind.Q4_1, Kind.Q8_0, Kind.F16, Kind.BF16])
+@pytest.mark.parametrize("architecture", ["llama", "qwen2moe", "qwen3moe"])
+def test_logits_of_mixtures_equal_transformers(tmp_path: Path, architecture: str, kind: Kind) -> None:
+    path = write_mixture(tmp_path / "m.gguf", architecture, kind)
+    config = open_checkpoint(path).config
+    assert config["num_experts"] == 8
+    assert config["norm_topk_prob"] is (architecture == "qwen3moe")
     assert_logits_equal_transformers(path)
+
+
+def test_a_converted_mixture_is_the_same(tmp_path: Path) -> None:
+    original = open_checkpoint(write_mixture(tmp_path / "m.gguf", "qwen2moe", Kind.Q4_1))
+    save_canonical(original, tmp_path / "copy")
+    copy = open_checkpoint(tmp_path / "copy")
+    assert copy.config == original.config
+    assert copy.names() == original.names()
+    assert all(torch.equal(copy.tensor(name), original.tensor(name)) for name in copy.names())
