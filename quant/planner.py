@@ -7,7 +7,7 @@ Knows what was found so far; whoever loads the model decides what a fault means.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -21,6 +21,9 @@ from appliance.quant.self_test import BOUNDS, Reference, kernel_error, tensor_fa
 from appliance.quant.weight import QuantizedWeight
 
 log = logging.getLogger(__name__)
+
+Kind = tuple[LinearSpec, torch.dtype]
+"""What kernels are chosen by: the weight, and the dtype of activations."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,39 +47,47 @@ class LinearPlanner:
         self.faults: list[str] = []
         self.tests: list[KernelTest] = []
         self._damaged: set[str] = set()
-        self._sizes: dict[LinearSpec, int] = {}
-        self._struck: dict[LinearSpec, dict[str, str]] = {}
-        """Of every spec that was tested."""
-        self._examples: dict[LinearSpec, PlannedLinear] | None = None if keeps_layers else {}
+        self._sizes: dict[Kind, int] = {}
+        self._struck: dict[Kind, dict[str, str]] = {}
+        """Of every kind that was tested."""
+        self._examples: dict[Kind, PlannedLinear] | None = None if keeps_layers else {}
 
-    def linear(self, name: str, weight: QuantizedWeight | Tensor, bias: Tensor | None) -> PlannedLinear:
+    def linear(
+        self, name: str, weight: QuantizedWeight | Tensor, bias: Tensor | None, dtype: torch.dtype | None = None
+    ) -> PlannedLinear:
         """The layer of a module, or of several (`a + b`) side by side, each of which `check_weight` has seen.
 
-        Raises UnsupportedModelError when no kernel takes it even before a test.
+        dtype: of its activations; None for the target's. Raises UnsupportedModelError when no kernel takes it even
+        before a test.
         """
-        spec = spec_of(weight)
-        layer = None if self._examples is None else self._examples.get(spec)
+        target = self._target(dtype)
+        kind = (spec_of(weight), target.dtype)
+        layer = None if self._examples is None else self._examples.get(kind)
         if layer is None:
-            is_tested = self._damaged.isdisjoint(name.split(" + ")) and spec not in self._struck
+            is_tested = self._damaged.isdisjoint(name.split(" + ")) and kind not in self._struck
             if is_tested:
-                layer = self._tested(name, weight, bias)
+                layer = self._tested(name, weight, bias, target)
             else:
-                layer = PlannedLinear(name, weight, bias, self.target, self._struck.get(spec))
+                layer = PlannedLinear(name, weight, bias, target, self._struck.get(kind))
             if self._examples is not None and is_tested:
-                self._examples[spec] = layer
-        bias_bytes = 0 if bias is None else bias.numel() * self.target.dtype.itemsize
+                self._examples[kind] = layer
+        bias_bytes = 0 if bias is None else bias.numel() * target.dtype.itemsize
         self.layers.append(PlannedLayer(name, layer.plan, layer.nbytes + bias_bytes))
         return layer
 
-    def plan(self, name: str, spec: LinearSpec) -> PlannedLayer:
-        """A layer planned by its spec alone. Raises UnsupportedModelError when no kernel takes it."""
+    def plan(self, name: str, spec: LinearSpec, dtype: torch.dtype | None = None) -> PlannedLayer:
+        """A layer planned by its spec alone, dtype as in `linear`. Raises UnsupportedModelError when no kernel takes
+        it.
+        """
+        target = self._target(dtype)
+        kind = (spec, target.dtype)
         try:
-            plan = plan_linear(spec, self.target)
+            plan = plan_linear(spec, target)
         except NoKernelError as error:
             raise UnsupportedModelError(f"Layer {name}: {error}.") from error
-        if spec not in self._sizes:
-            self._sizes[spec] = packed_bytes(plan, self.target.dtype)
-        self.layers.append(PlannedLayer(name, plan, self._sizes[spec]))
+        if kind not in self._sizes:
+            self._sizes[kind] = packed_bytes(plan, target.dtype)
+        self.layers.append(PlannedLayer(name, plan, self._sizes[kind]))
         return self.layers[-1]
 
     def check_weight(self, module: str, weight: QuantizedWeight | Tensor) -> None:
@@ -100,32 +111,38 @@ class LinearPlanner:
             more = f"{len(self.faults)} faults, the first: " if len(self.faults) > 1 else ""
             summary = more + self.faults[0]
         else:
-            specs = len(self._struck)
+            kinds = len(self._struck)
             summary = (
                 f"the weights of {len(self.layers)} layers look right, and kernels agree with the reference on "
-                f"{specs} kind{'s' if specs != 1 else ''} of layer"
+                f"{kinds} kind{'s' if kinds != 1 else ''} of layer"
             )
             summary += f"; {struck} runs failed and their kernels were struck off" if struck else ""
         verdict = Verdict.FAILED if self.faults else Verdict.PASSED
         return SelfTest(verdict, summary, tuple(self.faults), tuple(self.tests))
 
-    def _tested(self, name: str, weight: QuantizedWeight | Tensor, bias: Tensor | None) -> PlannedLinear:
+    def _target(self, dtype: torch.dtype | None) -> Target:
+        return self.target if dtype is None else replace(self.target, dtype=dtype)
+
+    def _tested(
+        self, name: str, weight: QuantizedWeight | Tensor, bias: Tensor | None, target: Target
+    ) -> PlannedLinear:
         """The layer with the first kernels that pass; with those planned first, and a fault, where none does."""
-        weight = weight.to(self.target.location)
-        reference = Reference.of(weight, self.target.dtype)
+        weight = weight.to(target.location)
+        kind = (spec_of(weight), target.dtype)
+        reference = Reference.of(weight, target.dtype)
         struck: dict[str, str] = {}
         while True:
             try:
-                layer = PlannedLinear(name, weight, bias, self.target, struck)
+                layer = PlannedLinear(name, weight, bias, target, struck)
             except UnsupportedModelError as error:
                 if not struck:
                     raise
                 self._blame(name, f"no kernel is left for it ({error.message.removesuffix('.')})")
-                self._struck[spec_of(weight)] = {}
-                return PlannedLinear(name, weight, bias, self.target)
+                self._struck[kind] = {}
+                return PlannedLinear(name, weight, bias, target)
             failed = {test.kernel: test.reason for test in self._run(layer, reference) if test.reason}
             if not failed:
-                self._struck[layer.plan.spec] = struck
+                self._struck[kind] = struck
                 return layer
             for kernel, reason in failed.items():
                 log.warning("kernel %s is struck off for layers of %s: %s", kernel, layer.plan.spec, reason)

@@ -44,7 +44,7 @@ def step_bytes(model: ModelConfig, config: EngineConfig, vocab_size: int, dtype:
     tokens, size = config.max_num_batched_tokens, dtype.itemsize
     stream = 2 * tokens * model.hidden_size * size
     attention = model.hidden_size + (2 * model.num_heads + 2 * model.num_kv_heads) * model.head_dim
-    layer = tokens * max(attention, model.hidden_size + 3 * model.intermediate_size) * size
+    layer = tokens * max(attention, model.mlp_row_values) * size
     logits = tokens * vocab_size * size
     # float32: scores, their softmax, a sorted copy and its order (int64).
     sampling = min(config.max_num_seqs, tokens) * vocab_size * (3 * 4 + 8)

@@ -11,6 +11,7 @@ from enum import StrEnum
 from appliance.errors import CheckpointError, UnsupportedModelError
 from appliance.models.cache_group import CacheGroup, even_groups, group_layers
 from appliance.models.config_fields import ConfigFields
+from appliance.models.mixture_config import MixtureConfig
 from appliance.models.rope_config import LongRopeScaling, RopeConfig, YarnScaling, read_rope
 from appliance.models.tensor_names import LLAMA_NAMES, TensorNames
 
@@ -24,7 +25,7 @@ class Activation(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """A decoder-only transformer of pre-normed attention and gated MLP blocks."""
+    """A decoder-only transformer of pre-normed attention and gated MLP blocks, or mixtures of such MLPs."""
 
     hidden_size: int
     intermediate_size: int
@@ -45,6 +46,7 @@ class ModelConfig:
     rope: RopeConfig
     cache_groups: tuple[CacheGroup, ...]
     """Together they name every layer once."""
+    mixture: MixtureConfig | None = None
     names: TensorNames = LLAMA_NAMES
     is_qkv_by_kv_head: bool = False
     """A layer of q, k and v has, for each kv head, its q heads, its k and its v; else all q, all k, all v."""
@@ -95,6 +97,25 @@ class ModelConfig:
         """The groups that have a block table each, equal in size but for the last of each kind."""
         return even_groups(self.cache_groups)
 
+    @property
+    def mixtures(self) -> tuple[MixtureConfig | None, ...]:
+        """The mixture of experts of each layer; None is an MLP of intermediate_size."""
+        layers = () if self.mixture is None else self.mixture.layers
+        return tuple(self.mixture if layer in layers else None for layer in range(self.num_layers))
+
+    @property
+    def linear_parameters(self) -> int:
+        """Parameters of all layers' matrices, every expert's included."""
+        attention = 2 * (self.num_heads + self.num_kv_heads) * self.head_dim
+        widths = (3 * self.intermediate_size if m is None else m.parameters_per_input for m in self.mixtures)
+        return self.hidden_size * sum(attention + width for width in widths)
+
+    @property
+    def mlp_row_values(self) -> int:
+        """The most numbers that an MLP holds of one row at a time."""
+        widths = (3 * self.intermediate_size if m is None else m.row_values(self.hidden_size) for m in self.mixtures)
+        return self.hidden_size + max(widths)
+
     def within(self, max_model_len: int | None) -> ModelConfig:
         """The model as it is served with contexts of at most so many tokens; None for all that it can."""
         if max_model_len is None:
@@ -117,6 +138,7 @@ def decoder_config(
     head_dim: int | None = None,
     partial_rotary_factor: float | None = None,
     cache_groups: tuple[CacheGroup, ...] | None = None,
+    mixture: MixtureConfig | None = None,
 ) -> ModelConfig:
     """What all served architectures write alike, and what the one at hand adds to it.
 
@@ -165,4 +187,5 @@ def decoder_config(
         rope=rope,
         activation=activation,
         cache_groups=cache_groups or group_layers([None] * num_layers(fields)),
+        mixture=mixture,
     )

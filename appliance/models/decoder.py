@@ -1,10 +1,10 @@
 """The decoder that all served architectures are instances of: RMSNorm, grouped-query attention with rotary embedding,
-RMSNorm, gated MLP; `ModelConfig` says which biases, norms, windows, scales and caps.
+RMSNorm, gated MLP or a mixture of them; `ModelConfig` says which biases, norms, windows, scales and caps.
 
 Tensors: model.embed_tokens, model.layers.N.{input_layernorm, self_attn.{q,k,v,o}_proj, self_attn.{q,k}_norm,
 attention_output_norm, post_attention_layernorm, mlp.{gate,up,down}_proj, mlp_output_norm}, model.norm, lm_head (absent
-when tied). A checkpoint may hold self_attn.qkv_proj and mlp.gate_up_proj as one layer each, and have names of its own
-(tensor_names).
+when tied); those of mixtures are in experts.py. A checkpoint may hold self_attn.qkv_proj and mlp.gate_up_proj as one
+layer each, and have names of its own (tensor_names).
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from torch import Tensor
 
 from appliance.kernels.backend import Attention, Backend
 from appliance.kernels.spec import LinearKernel
-from appliance.models.config import Activation, ModelConfig
+from appliance.models.config import ModelConfig
+from appliance.models.mixture import Mixture
+from appliance.models.mlp import Mlp
 from appliance.models.rope import RotaryTable, head_order
 from appliance.models.weights import FusedLinear, WeightReader
 
@@ -37,7 +39,6 @@ class DecoderLayer:
         self.eps = config.rms_norm_eps
         self.window = config.windows[index]
         self.attention_scale, self.attention_soft_cap = config.attention_scale, config.attention_soft_cap
-        self.activate = backend.gelu_and_mul if config.activation is Activation.GELU else backend.silu_and_mul
 
         def norm(name: str, size: int = config.hidden_size) -> Tensor:
             return weights.norm(f"{prefix}.{name}.weight", size, config.norms_add_one)
@@ -47,8 +48,7 @@ class DecoderLayer:
             norm(f"{part}_output_norm") if config.has_output_norms else None for part in ("attention", "mlp")
         )
         q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        hidden, intermediate = config.hidden_size, config.intermediate_size
-        attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
+        hidden, attention = config.hidden_size, f"{prefix}.self_attn"
         rope = config.ropes[index]
         assert rope is not None or not config.qk_norm, "heads are normed as they are turned"
         order = None if rope is None else head_order(rope, config.head_dim)
@@ -70,11 +70,21 @@ class DecoderLayer:
         self.output = weights.fused(
             attention, {"o_proj": hidden}, q, config.output_bias, multiplier=config.residual_multiplier
         )
-        gate_up = {"gate_proj": intermediate, "up_proj": intermediate}
-        self.gate_up = weights.fused(mlp, gate_up, hidden, config.mlp_bias, whole="gate_up_proj")
-        self.down = weights.fused(
-            mlp, {"down_proj": hidden}, intermediate, config.mlp_bias, multiplier=config.residual_multiplier
-        )
+        mixture = config.mixtures[index]
+        self.mlp: Mlp | Mixture
+        if mixture is None:
+            self.mlp = Mlp(
+                weights,
+                backend,
+                f"{prefix}.mlp",
+                hidden,
+                config.intermediate_size,
+                has_bias=config.mlp_bias,
+                activation=config.activation,
+                multiplier=config.residual_multiplier,
+            )
+        else:
+            self.mlp = Mixture(mixture, weights, backend, prefix, hidden)
 
     def __call__(
         self,
@@ -105,7 +115,7 @@ class DecoderLayer:
         if self.attention_output_norm is not None:
             attended = self.backend.rms_norm(attended, self.attention_output_norm, self.eps)
         normed = self.backend.rms_norm(attended, self.post_attention_norm, self.eps, x)
-        delta = self.down(self.activate(self.gate_up(normed, num_decode)), num_decode)
+        delta = self.mlp(normed, num_decode)
         if self.mlp_output_norm is not None:
             delta = self.backend.rms_norm(delta, self.mlp_output_norm, self.eps)
         return delta

@@ -12,6 +12,7 @@ from torch import Tensor
 from appliance.kernels.spec import LinearSpec
 from appliance.models.tensor_names import LM_HEAD
 from appliance.models.weights import FusedLinear, WeightReader, check_layer, check_shape, check_there, check_tied
+from appliance.quant.linear import spec_of
 
 
 class HeaderReader(WeightReader):
@@ -32,7 +33,7 @@ class HeaderReader(WeightReader):
         multiplier: float = 1.0,
     ) -> FusedLinear:
         """Orders and the multiplier, which change no spec, are not looked at."""
-        if whole is not None and self._has_layer(prefix, whole):
+        if whole is not None and self.has(f"{prefix}.{whole}.weight"):
             outputs = {whole: sum(outputs.values())}
         names = [self._on_disk(f"{prefix}.{name}") for name in outputs]
         specs = [self._spec(name, in_features, size) for name, size in zip(names, outputs.values(), strict=True)]
@@ -40,6 +41,17 @@ class HeaderReader(WeightReader):
             names, specs = [" + ".join(names)], [replace(specs[0], N=sum(spec.N for spec in specs))]
         for name, spec in zip(names, specs, strict=True):
             self.planner.plan(name, spec)
+        return FusedLinear([])
+
+    def single(self, name: str, weight: Tensor) -> FusedLinear:
+        self.planner.plan(self._on_disk(name), spec_of(weight))
+        return FusedLinear([])
+
+    def float32(self, outputs: Mapping[str, int], in_features: int) -> FusedLinear:
+        names = [self._on_disk(name) for name in outputs]
+        for name, size in zip(names, outputs.values(), strict=True):
+            self._spec(name, in_features, size)
+        self.planner.plan(" + ".join(names), LinearSpec(in_features, sum(outputs.values()), 32), torch.float32)
         return FusedLinear([])
 
     def plan_lm_head(self, embed: Tensor, is_tied: bool) -> None:

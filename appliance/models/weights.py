@@ -102,7 +102,7 @@ class WeightReader:
         dimension of the checkpoint's heads each of ours is. multiplier: of all outputs.
         """
         orders = {name: _per_head(order, outputs[name]) for name, order in (head_orders or {}).items()}
-        if whole is not None and self._has_layer(prefix, whole):
+        if whole is not None and self.has(f"{prefix}.{whole}.weight"):
             rows, size = [], 0
             for name in outputs:
                 rows.append(size + orders.get(name, torch.arange(outputs[name])))
@@ -130,8 +130,33 @@ class WeightReader:
             parts = [self.planner.linear(" + ".join(names), merged, bias)]
         return FusedLinear(parts)
 
-    def _has_layer(self, prefix: str, name: str) -> bool:
-        return self.checkpoint.has_module(self._on_disk(f"{prefix}.{name}"))
+    def single(self, name: str, weight: Tensor) -> FusedLinear:
+        """A projection whose weight [N, K] is at hand, without a bias: an expert's part of a stack."""
+        name = self._on_disk(name)
+        self.planner.check_weight(name, weight)
+        return FusedLinear([self.planner.linear(name, weight, None)])
+
+    def float32(self, outputs: Mapping[str, int], in_features: int) -> FusedLinear:
+        """Modules with their numbers of outputs as one dense layer in float32, quantised on disk or not."""
+        names = [self._on_disk(name) for name in outputs]
+        weights = [self._linear_weight(n, in_features, size) for n, size in zip(names, outputs.values(), strict=True)]
+        dense = [weight.dequantize() if isinstance(weight, QuantizedWeight) else weight.float() for weight in weights]
+        return FusedLinear([self.planner.linear(" + ".join(names), torch.cat(dense), None, torch.float32)])
+
+    def stack(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """A tensor of several layers' weights as stored, a view of the file: nothing is counted."""
+        name = self._on_disk(name)
+        tensor = self.checkpoint.tensor(name)
+        if tuple(tensor.shape) != shape or tensor.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+            raise CheckpointError(
+                f"Tensor {name!r} is {tensor.dtype} of shape {tuple(tensor.shape)}: 16- or 32-bit floats of shape "
+                f"{shape}, as config.json says, were expected."
+            )
+        return tensor
+
+    def has(self, name: str) -> bool:
+        """Whether the checkpoint has a tensor, called as the decoder calls it."""
+        return self.checkpoint.has(self._on_disk(name))
 
     def _plain(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         name = self._on_disk(name)

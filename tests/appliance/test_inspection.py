@@ -83,7 +83,31 @@ def part_of_a_model_that_sees(folder: Path) -> Path:
     return folder
 
 
-MODELS = [plain, tied, quantized, mixed_widths, normed_heads, one_layer_on_disk, part_of_a_model_that_sees]
+EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+
+
+def experts(folder: Path) -> Path:
+    """A layer with experts, a router that is computed in float32, and a layer without."""
+    save_tiny(folder, "qwen3_moe", is_quantized=True, mlp_only_layers=[1], **EXPERTS)
+    return folder
+
+
+def stacked_experts(folder: Path) -> Path:
+    save_tiny(folder, "qwen2_moe", is_stacked=True, shared_expert_intermediate_size=96, **EXPERTS)
+    return folder
+
+
+MODELS = [
+    plain,
+    tied,
+    quantized,
+    mixed_widths,
+    normed_heads,
+    one_layer_on_disk,
+    part_of_a_model_that_sees,
+    experts,
+    stacked_experts,
+]
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -121,6 +145,21 @@ def test_parameters_are_counted_as_transformers_counts_them(tmp_path: Path) -> N
     for is_tied in (False, True):
         model = save_tiny(tmp_path / str(is_tied), tie_word_embeddings=is_tied)
         assert inspect(tmp_path / str(is_tied)).num_parameters == model.num_parameters()
+    model = save_tiny(tmp_path / "experts", "qwen3_moe", **EXPERTS)
+    assert inspect(tmp_path / "experts").num_parameters == model.num_parameters()
+
+
+def test_a_context_beyond_a_models_short_factors_is_warned_of_as_in_loading(tmp_path: Path) -> None:
+    factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    longrope = {"rope_type": "longrope", "rope_theta": 10000.0, **factors}
+    save_tiny(tmp_path, "phi3", rope_parameters=longrope, original_max_position_embeddings=32)
+    for max_model_len, is_warned in ((None, True), (64, True), (32, False)):
+        found = inspect(tmp_path, max_model_len=max_model_len)
+        assert any("rotary factors for long texts" in warning for warning in found.warnings) == is_warned
+        assert found.max_position == 256
+        loaded = EngineCore.load(dataclasses.replace(CONFIG, model=str(tmp_path), max_model_len=max_model_len))
+        assert loaded.model_info.details is not None
+        assert loaded.model_info.details.max_position == 256
 
 
 @pytest.mark.parametrize("folder", sorted(path for path in FIXTURES.iterdir() if path.is_dir()), ids=lambda p: p.name)

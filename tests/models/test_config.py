@@ -103,6 +103,14 @@ def read(architecture: str, **fields: Any) -> ModelConfig:
     return read_model_config({**SHAPE, **fields}, architecture)
 
 
+def test_a_mixtral_without_window_or_theta_has_none_and_1e6() -> None:
+    assert read("MixtralForCausalLM").windows == (None,) * 4
+    assert read("MixtralForCausalLM", sliding_window=8).windows == (8,) * 4
+    assert read("MixtralForCausalLM").rope.theta == 1e6
+    assert read("MixtralForCausalLM", rope_theta=5e5).rope.theta == 5e5
+    assert read("MixtralForCausalLM", rope_parameters={"rope_theta": 5e5}).rope.theta == 5e5
+
+
 def test_a_mistral_slides_unless_null_says_otherwise() -> None:
     assert read("MistralForCausalLM").windows == (4096,) * 4
     assert read("MistralForCausalLM", sliding_window=None).windows == (None,) * 4
@@ -221,10 +229,11 @@ def test_layers_of_a_window_form_a_group() -> None:
 
 def test_biases_and_norms_are_the_architectures_own() -> None:
     found = {name: read(name, attention_bias=False) for name in MODELS if name.endswith("CausalLM")}
-    assert [name for name, config in found.items() if config.qkv_bias] == ["Qwen2ForCausalLM"]
+    assert [name for name, config in found.items() if config.qkv_bias] == ["Qwen2ForCausalLM", "Qwen2MoeForCausalLM"]
     assert read("GlmForCausalLM").qkv_bias
     assert read("Glm4ForCausalLM").qkv_bias
-    assert [name for name, config in found.items() if config.qk_norm] == ["Gemma3ForCausalLM", "Qwen3ForCausalLM"]
+    normed = ["Gemma3ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM"]
+    assert [name for name, config in found.items() if config.qk_norm] == normed
     assert not any(config.output_bias or config.mlp_bias for config in found.values())
     assert found["Qwen3ForCausalLM"].head_dim == 128
     assert found["Qwen2ForCausalLM"].head_dim == 16

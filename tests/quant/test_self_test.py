@@ -114,6 +114,20 @@ def test_a_column_of_tiny_scales_fails_no_kernel_and_a_wide_layer_is_sampled() -
     assert [int(wide.columns[0]), int(wide.columns[-1])] == [0, 4999]
 
 
+def test_a_layer_is_tested_in_the_dtype_that_it_is_computed_in() -> None:
+    """A router in float32 beside layers of the same spec in bfloat16."""
+    planner = LinearPlanner(TARGET)
+    weight = torch.randn(64, 256, generator=torch.Generator().manual_seed(0))
+    layers = [planner.linear("usual", weight, None), planner.linear("router", weight, None, torch.float32)]
+    assert {test.layer: test.bound for test in planner.tests} == {
+        "usual": BOUNDS[torch.bfloat16],
+        "router": BOUNDS[torch.float32],
+    }
+    assert "2 kinds of layer" in planner.self_test.summary
+    for layer, dtype in zip(layers, (torch.bfloat16, torch.float32), strict=True):
+        assert layer(torch.ones(1, 256, dtype=dtype), 1).dtype == dtype
+
+
 def spoiled(part: str, value: float) -> QuantizedWeight:
     tensor = getattr(WEIGHT, part).clone()
     tensor[1, 2] = value
