@@ -19,7 +19,10 @@ A message is a sentence that says what was found, what is allowed and what to do
 
 from __future__ import annotations
 
+import re
 from typing import ClassVar
+
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 class ApplianceError(Exception):
@@ -31,6 +34,8 @@ class ApplianceError(Exception):
     exit_code: ClassVar[int] = 1
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
+        # Names out of files may hold what a terminal would obey.
+        message = _CONTROL.sub(lambda found: ascii(found[0])[1:-1], message)
         super().__init__(message)
         self.message = message
         self.param = param

@@ -26,16 +26,17 @@ def _read(folder: Path, name: str) -> dict[str, Any]:
     """A JSON object of the folder, empty where there is none. Raises CheckpointError for a damaged file: without its
     tokens an answer might not end.
     """
+    path = folder / name
     try:
-        value = json.loads((folder / name).read_text(encoding="utf-8"))
+        if not path.is_file():  # a pipe or a device would be read for ever
+            return {}
+        value = json.loads(path.read_text(encoding="utf-8"))
     except OSError:
         return {}
-    except ValueError as error:
-        raise CheckpointError(f"{folder / name} is not valid JSON ({error}): download the file again") from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not valid JSON ({error}): download the file again") from error
     if not isinstance(value, dict):
-        raise CheckpointError(
-            f"{folder / name} holds a {type(value).__name__}, an object was expected: download it again"
-        )
+        raise CheckpointError(f"{path} holds a {type(value).__name__}, an object was expected: download it again")
     return value
 
 

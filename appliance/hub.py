@@ -87,6 +87,10 @@ def _in_a_sentence(repo_id: str) -> Iterator[None]:
             f"{repo_id} is neither a folder here nor a model that the hub shows: check the spelling, and set HF_TOKEN "
             "if it is private"
         ) from error
+    except errors.HFValidationError as error:
+        raise UsageError(
+            f"{repo_id} does not exist here, and is no id of the hub (owner/name): check the path"
+        ) from error
     except errors.OfflineModeIsEnabled as error:
         raise UsageError(f"{repo_id} is no folder here, and HF_HUB_OFFLINE forbids asking the hub: unset it") from error
     except (errors.HTTPError, OSError) as error:  # type: ignore[attr-defined]  # httpx's or httpx2's, by its release

@@ -28,7 +28,7 @@ from appliance.quant.header_files import HeaderFiles
 from appliance.quant.model_folder import weight_files
 from appliance.quant.planner import LinearPlanner
 
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _UNTESTED = "the weights were not read, as asked (--no-self-test)"
 _REMOTE = "only the headers of a model on the hub are read; download it to have it tested"
 
@@ -41,8 +41,12 @@ def inspect_model(
     config: how it would be served; its `model` is not looked at. Raises what loading the model would raise, but not
     SelfTestError: the verdict is in the details.
     """
-    path = None if model is None else Path(model).expanduser()
-    if path is not None and not path.exists() and _HUB_ID.fullmatch(str(model)) and path.suffix != ".gguf":
+    try:
+        path = None if model is None else Path(model).expanduser()
+        exists = path is not None and path.exists()
+    except (OSError, RuntimeError) as error:  # too long a name, a user that is not there
+        raise UsageError(f"{model!r:.200} is no path that could be looked at ({error!s:.100}): check it") from error
+    if path is not None and not exists and _HUB_ID.fullmatch(str(model)) and path.suffix != ".gguf":
         return _inspect_remote(str(model), config, progress)
     if path is None or not (path.is_file() and path.suffix.lower() == ".gguf"):
         path = resolve_model(model, progress)

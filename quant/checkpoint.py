@@ -58,13 +58,15 @@ class Checkpoint:
         Raises CheckpointError naming the module when the model has none of that name, or it is damaged.
         """
         if module not in self._quantized:
-            return self.tensor(f"{module}.weight")
+            return _matrix(self.tensor(f"{module}.weight"), module)
         with _naming(self.path):
             return self._source.quantized(module)
 
     def spec(self, module: str) -> LinearSpec:
         """Shape and storage of what `linear(module)` would give, without reading it. Raises what that raises."""
-        return self._source.spec(module) if module in self._quantized else spec_of(self.tensor(f"{module}.weight"))
+        if module in self._quantized:
+            return self._source.spec(module)
+        return spec_of(_matrix(self.tensor(f"{module}.weight"), module))
 
     def tensor(self, name: str) -> Tensor:
         """A parameter in its stored dtype; a quantised weight comes dequantised, float32 [N, K].
@@ -151,6 +153,14 @@ def _check_plain(tensor: Tensor, name: str) -> Tensor:
     if name.endswith((".weight", ".bias")) and not tensor.is_floating_point():
         raise CheckpointError(
             f"tensor {name} is {tensor.dtype} without scales, 16- or 32-bit floats were expected: download it again"
+        )
+    return tensor
+
+
+def _matrix(tensor: Tensor, module: str) -> Tensor:
+    if tensor.ndim != 2:
+        raise CheckpointError(
+            f"tensor {module}.weight has shape {tuple(tensor.shape)}, a matrix was expected: download the model again"
         )
     return tensor
 

@@ -28,7 +28,7 @@ class ModelFiles:
     def at(cls, path: Path) -> ModelFiles:
         """Of a folder or a .gguf file."""
         files = path.glob("*.safetensors") if path.is_dir() else [path]
-        return cls(path.name, sum(file.stat().st_size for file in files), has_chat_template(path))
+        return cls(path.name, sum(file.stat().st_size for file in files if file.is_file()), has_chat_template(path))
 
 
 def describe_model(

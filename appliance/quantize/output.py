@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,24 +27,39 @@ _COPIED = (
 
 def check_out(out: Path, model: Path, force: bool) -> None:
     """Raises UsageError where writing `out` would destroy the model itself or, without `force`, anything."""
+    if not out.name or out.resolve() == Path.cwd() or out.is_symlink() or os.path.ismount(out):
+        raise UsageError(
+            f"--out {out} is the current folder, a link or a mount point, whose place a finished folder cannot take: "
+            "name a new folder"
+        )
     if out.resolve() in (model.resolve(), *model.resolve().parents):
         raise UsageError(f"--out {out} holds the model that is to be quantised: name another folder")
+    if model.resolve() in out.resolve().parents:
+        raise UsageError(f"--out {out} lies in the folder of the model that is to be quantised: name another one")
+    parent = out.absolute().parent
+    if not parent.is_dir():
+        raise UsageError(f"--out {out} is to be made in a folder that does not exist: make {parent}")
+    if not os.access(parent, os.W_OK):
+        raise UsageError(f"--out {out} cannot be made: {parent} may not be written to, name another folder")
     if out.is_dir() and not any(out.iterdir()):
         return
     if out.exists() and not force:
         raise UsageError(f"--out {out} exists and is not empty: name another folder, or replace it with --force")
     if out.exists() and not (out / "config.json").is_file():
         raise UsageError(f"--out {out} is no model folder (it has no config.json), so --force will not replace it")
-    if not out.absolute().parent.is_dir():
-        raise UsageError(f"--out {out} is to be made in a folder that does not exist: make {out.absolute().parent}")
+
+
+def free_name(path: Path) -> Path:
+    """`path`, or where there is something of that name the next one with a number: nothing of the user's is touched."""
+    numbered = (path.with_name(f"{path.name}-{number}") for number in itertools.count(2))
+    return next(name for name in (path, *itertools.islice(numbered, 1000)) if not os.path.lexists(name))
 
 
 @contextmanager
 def written_whole(out: Path) -> Iterator[Path]:
-    """A folder to write into, OUT.partial, which becomes `out` at the end or is removed on any error."""
-    partial = out.with_name(out.name + ".partial")
+    """A new folder to write into, OUT.partial, which becomes `out` at the end or is removed on any error."""
+    partial = free_name(out.with_name(out.name + ".partial"))
     try:
-        shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
         partial.mkdir()
     except OSError as error:
         raise UsageError(f"{partial} cannot be made ({error.strerror}): choose another --out") from error

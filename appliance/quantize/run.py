@@ -13,7 +13,7 @@ from appliance.quant.shards import ShardWriter
 from appliance.quantize.calibration import FEW_TOKENS, Calibration, read_calibration
 from appliance.quantize.child import run_child
 from appliance.quantize.environment import quantizing_python
-from appliance.quantize.output import check_out, write_configuration, written_whole
+from appliance.quantize.output import check_out, free_name, write_configuration, written_whole
 from appliance.quantize.perplexity import perplexity
 from appliance.quantize.scheme import Scheme
 from appliance.quantize.source import Source, link_weights, open_source
@@ -73,7 +73,7 @@ def quantize(request: Request, progress: Progress) -> Outcome:
     if request.scheme.method == "gptq":
         _check_cuda()
     calibration = read_calibration(request.calibration, source.folder)
-    log = request.out.with_name(request.out.name + ".log")
+    log = free_name(request.out.with_name(request.out.name + ".log"))
     python = None if request.scheme.method == "rtn" else quantizing_python(request.python, progress)
     before = _perplexity_before(source, calibration, log, progress) if request.measure else None
     with written_whole(request.out) as folder:

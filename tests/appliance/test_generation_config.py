@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, models
 
+from appliance.errors import CheckpointError
 from appliance.generation_config import default_sampling, eos_token_ids, tokenizer_vocab_size
 from tests.appliance import tokenizer_files
 
@@ -70,9 +71,19 @@ def test_vocabulary_of_a_unigram_tokenizer(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "content",
-    [None, "{", "[]", "{}", '{"model": {"vocab": {}}}', '{"model": 3}', '{"model": {"vocab": 3}, "added_tokens": 5}'],
+    [None, "{}", '{"model": {"vocab": {}}}', '{"model": 3}', '{"model": {"vocab": 3}, "added_tokens": 5}'],
 )
 def test_vocabulary_of_no_tokens_is_unknown(tmp_path: Path, content: str | None) -> None:
     if content is not None:
         (tmp_path / "tokenizer.json").write_text(content)
     assert tokenizer_vocab_size(tmp_path) is None
+
+
+@pytest.mark.parametrize("content", ["{", "[1", "[]", "3", "[" * 100_000])
+@pytest.mark.parametrize("name", ["generation_config.json", "tokenizer_config.json", "config.json"])
+def test_a_damaged_file_is_named_for_without_its_tokens_an_answer_might_not_end(
+    tmp_path: Path, name: str, content: str
+) -> None:
+    (tmp_path / name).write_text(content)
+    with pytest.raises(CheckpointError, match=name):
+        eos_token_ids(tmp_path)

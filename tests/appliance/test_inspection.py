@@ -359,3 +359,27 @@ def test_an_architecture_that_is_not_served_is_refused_as_in_loading(tmp_path: P
     for tests in (True, False):
         with pytest.raises(CheckpointError, match=r"config\.json says"):
             inspect_model(str(folder), CONFIG, no_progress, tests)
+
+
+@pytest.mark.parametrize("name", ["./no-such-model", "a/../b", "a./b", "a--b/c", "~nosuch/x", "a" * 300])
+def test_a_mistyped_path_is_one_sentence(name: str) -> None:
+    told = run(name, HF_HUB_OFFLINE="1")
+    assert told.returncode in (1, 2)
+    assert "Traceback" not in told.stderr
+    assert "error: " in told.stderr
+
+
+def test_links_to_nothing_and_pipes_are_passed_by(tmp_path: Path) -> None:
+    folder = plain(tmp_path)
+    (folder / "extra.safetensors").symlink_to("nowhere")
+    os.mkfifo(folder / "tokenizer_config.json")
+    assert inspect(folder).self_test.verdict is Verdict.PASSED
+
+
+def test_a_layer_that_is_no_matrix_is_named(tmp_path: Path) -> None:
+    folder = plain(tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["lm_head.weight"].flatten()
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight has shape .*a matrix was expected"):
+        inspect(folder)
