@@ -123,6 +123,8 @@ class ModelInfo:
     warnings: tuple[str, ...] = ()
     default_sampling: Mapping[str, float] = field(default_factory=dict)
     """temperature, top_p, top_k... of the model's generation_config.json."""
+    is_text_part: bool = False
+    """Of a model that takes images too: they are refused."""
 
 
 @dataclass(frozen=True, slots=True)

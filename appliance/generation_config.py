@@ -35,13 +35,15 @@ def _added_tokens(tokenizer: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def eos_token_ids(model: str | Path) -> tuple[int, ...]:
-    """Every token that ends an answer: those of generation_config.json and config.json (an integer or a list), and the
-    tokenizer's own eos_token. Chat models often have two.
+    """Every token that ends an answer: those of generation_config.json, of config.json and its text_config (an integer
+    or a list), and the tokenizer's own eos_token. Chat models often have two.
     """
     folder = Path(model)
     found: set[int] = set()
-    for name in ("generation_config.json", "config.json"):
-        value = _read(folder, name).get("eos_token_id")
+    config = _read(folder, "config.json")
+    text = config.get("text_config")
+    for section in (_read(folder, "generation_config.json"), config, text if isinstance(text, dict) else {}):
+        value = section.get("eos_token_id")
         found.update(i for i in (value if isinstance(value, list) else [value]) if type(i) is int and i >= 0)
     token = _read(folder, "tokenizer_config.json").get("eos_token")
     content = token.get("content") if isinstance(token, dict) else token

@@ -40,10 +40,18 @@ class Attention(Protocol):
     def write(self, cache: Tensor, keys_and_values: Tensor) -> None:
         """Store a step's keys and values, [T, 2 * num_kv_heads, head_dim], keys first, in one layer's cache."""
 
-    def attend(self, cache: Tensor, q: Tensor, window: int | None = None) -> Tensor:
-        """q [T, num_heads, head_dim] -> [T, num_heads * head_dim]; softmax in fp32, scale 1 / sqrt(head_dim).
+    def attend(
+        self,
+        cache: Tensor,
+        q: Tensor,
+        window: int | None = None,
+        scale: float | None = None,
+        soft_cap: float | None = None,
+    ) -> Tensor:
+        """q [T, num_heads, head_dim] -> [T, num_heads * head_dim]; softmax in fp32.
 
-        window: how many positions a row attends to, its own included; None for all up to it.
+        window: how many positions a row attends to, its own included; None for all up to it. scale: of the scores, None
+        for 1 / sqrt(head_dim). soft_cap: scaled scores s become soft_cap * tanh(s / soft_cap), None for as they are.
         """
 
 
@@ -58,7 +66,10 @@ class Backend(Protocol):
     """Decodes and prefill chunks of a step run one after the other, because their linear layers differ."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
-        """y [M, H] = rms_norm(x) * weight [H]. With a residual [M, H]: residual += x in place, y is the sum's norm."""
+        """y [M, H] = rms_norm(x) * weight [H]. With a residual [M, H]: residual += x in place, y is the sum's norm.
+
+        Weights of norms, here and in `rope`, may be float32 beside x of 16 bits.
+        """
 
     def rope(self, x: Tensor, cos: Tensor, sin: Tensor, norm: Tensor | None = None, eps: float = 0.0) -> None:
         """Turn x [T, heads, head_dim] in place by cos and sin [T, 1, head_dim] of `RotaryTable.at`.
@@ -68,6 +79,9 @@ class Backend(Protocol):
 
     def silu_and_mul(self, x: Tensor) -> Tensor:
         """y [M, I] = silu(x[:, :I]) * x[:, I:] of x [M, 2 * I]."""
+
+    def gelu_and_mul(self, x: Tensor) -> Tensor:
+        """The same with gelu in its tanh form."""
 
     def attention(
         self,

@@ -16,6 +16,16 @@ from torch import Tensor
 from appliance.kernels.backend import PagedLayout
 
 
+def _capped_attention(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float, soft_cap: float) -> Tensor:
+    """PyTorch's fused attention has no soft cap. q [..., L, head_dim], keys and values [..., S, head_dim] -> q's shape.
+
+    mask: added to the scores, in float32. Scores take 4 * L * S bytes for each of the leading dimensions.
+    """
+    scores = q.float() @ keys.float().transpose(-1, -2)
+    scores.mul_(scale / soft_cap).tanh_().mul_(soft_cap).add_(mask)
+    return scores.softmax(-1).to(values.dtype) @ values
+
+
 def _tile_rows(layout: PagedLayout, block_table: Tensor) -> Tensor:
     """Rows of the cache viewed as [2 * blocks * heads, ...] for block tables [B, n]: [2, B, heads, n]."""
     heads = torch.arange(layout.num_kv_heads).view(1, -1, 1)
@@ -49,6 +59,12 @@ class _Prefill:
             self.mask = torch.ones(length, self.num_keys, dtype=torch.bool).tril(before)
             if span < seq_len:
                 self.mask = self.mask.triu(before - span + 1)
+
+    def added_mask(self) -> Tensor:
+        """[L, num_keys] float32 to be added to scores; `mask` says it to PyTorch's attention, in fewer bytes."""
+        length = self.rows.stop - self.rows.start
+        visible = torch.ones(length, length, dtype=torch.bool).tril() if self.mask is None else self.mask
+        return torch.zeros(visible.shape).masked_fill_(~visible, -torch.inf)
 
 
 class _Decodes:
@@ -122,14 +138,18 @@ class CpuAttention:
         """Store a step's keys and values, [T, 2 * num_kv_heads, head_dim], keys first."""
         cache.view(-1, self.layout.head_dim).index_copy_(0, self.write_rows, keys_and_values.flatten(0, 1))
 
-    def attend(self, cache: Tensor, q: Tensor, window: int | None = None) -> Tensor:
-        """q [T, num_heads, head_dim] -> [T, num_heads * head_dim]; softmax in fp32, scale 1 / sqrt(head_dim).
-
-        window: how many positions a row attends to, its own included; None for all up to it.
-        """
+    def attend(
+        self,
+        cache: Tensor,
+        q: Tensor,
+        window: int | None = None,
+        scale: float | None = None,
+        soft_cap: float | None = None,
+    ) -> Tensor:
+        """q [T, num_heads, head_dim] -> [T, num_heads * head_dim], as `Attention.attend` says."""
         decodes, prefills = self._plan(window, q.dtype)
-        parts = [] if decodes is None else [self._decode(cache, q[: self.num_decode], decodes)]
-        parts += [self._prefill(cache, q, prefill) for prefill in prefills]
+        parts = [] if decodes is None else [self._decode(cache, q[: self.num_decode], decodes, scale, soft_cap)]
+        parts += [self._prefill(cache, q, prefill, scale, soft_cap) for prefill in prefills]
         return torch.cat(parts) if len(parts) > 1 else parts[0]
 
     def _gather(self, cache: Tensor, index: Tensor, batch: int) -> Tensor:
@@ -138,15 +158,27 @@ class CpuAttention:
         tiles = cache.view(-1, layout.block_size * layout.head_dim).index_select(0, index)
         return tiles.view(2, batch, layout.num_kv_heads, -1, layout.head_dim)
 
-    def _decode(self, cache: Tensor, q: Tensor, decodes: _Decodes) -> Tensor:
+    def _decode(
+        self, cache: Tensor, q: Tensor, decodes: _Decodes, scale: float | None, soft_cap: float | None
+    ) -> Tensor:
         keys, values = self._gather(cache, decodes.index, self.num_decode)
         # The query heads that share a kv head are folded into the query length: no copy of keys for GQA.
         grouped = q.view(self.num_decode, self.layout.num_kv_heads, -1, self.layout.head_dim)
-        out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=decodes.mask)
+        if soft_cap is None:
+            out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=decodes.mask, scale=scale)
+        else:
+            out = _capped_attention(grouped, keys, values, decodes.mask, self._scale(scale), soft_cap)
         return out.reshape(self.num_decode, -1)
 
-    def _prefill(self, cache: Tensor, q: Tensor, prefill: _Prefill) -> Tensor:
+    def _scale(self, scale: float | None) -> float:
+        return self.layout.head_dim**-0.5 if scale is None else scale
+
+    def _prefill(
+        self, cache: Tensor, q: Tensor, prefill: _Prefill, scale: float | None, soft_cap: float | None
+    ) -> Tensor:
         keys, values = self._gather(cache, prefill.index, 1)
+        if soft_cap is not None:
+            return self._capped_prefill(q, keys[0], values[0], prefill, self._scale(scale), soft_cap)
         q = q[prefill.rows].transpose(0, 1).unsqueeze(0)  # [1, num_heads, L, head_dim]
         out = F.scaled_dot_product_attention(
             q,
@@ -154,6 +186,23 @@ class CpuAttention:
             values[:, :, : prefill.num_keys],
             attn_mask=prefill.mask,
             is_causal=prefill.is_causal,
+            scale=scale,
             enable_gqa=q.shape[1] != self.layout.num_kv_heads,
         )
         return out[0].transpose(0, 1).reshape(q.shape[2], -1)
+
+    def _capped_prefill(
+        self, q: Tensor, keys: Tensor, values: Tensor, prefill: _Prefill, scale: float, soft_cap: float
+    ) -> Tensor:
+        """keys, values: [num_kv_heads, tokens, head_dim]. One kv head after the other, to hold the scores of one."""
+        mask = prefill.added_mask()
+        rows = q[prefill.rows]
+        out = rows.new_empty(rows.shape)
+        group = q.shape[1] // self.layout.num_kv_heads
+        for head in range(self.layout.num_kv_heads):
+            queries = rows[:, head * group : (head + 1) * group].transpose(0, 1)  # [group, L, head_dim]
+            seen = keys[head, : prefill.num_keys], values[head, : prefill.num_keys]
+            out[:, head * group : (head + 1) * group] = _capped_attention(
+                queries, *seen, mask, scale, soft_cap
+            ).transpose(0, 1)
+        return out.flatten(1)

@@ -41,6 +41,10 @@ class CpuBackend:
         gate, up = x.chunk(2, -1)
         return F.silu(gate).mul_(up)
 
+    def gelu_and_mul(self, x: Tensor) -> Tensor:
+        gate, up = x.chunk(2, -1)
+        return F.gelu(gate, approximate="tanh").mul_(up)
+
     def attention(
         self,
         layout: PagedLayout,

@@ -48,18 +48,22 @@ class TritonAttention:
         """Store a step's keys and values, [T, 2 * num_kv_heads, head_dim], keys first."""
         kv_write(cache, keys_and_values, self.slot_mapping)
 
-    def attend(self, cache: Tensor, q: Tensor, window: int | None = None) -> Tensor:
-        """q [T, num_heads, head_dim] -> [T, num_heads * head_dim]; softmax in fp32, scale 1 / sqrt(head_dim).
-
-        window: how many positions a row attends to, its own included; None for all.
-        """
+    def attend(
+        self,
+        cache: Tensor,
+        q: Tensor,
+        window: int | None = None,
+        scale: float | None = None,
+        soft_cap: float | None = None,
+    ) -> Tensor:
+        """q [T, num_heads, head_dim] -> [T, num_heads * head_dim], as `Attention.attend` says."""
         split, seen = self.num_decode, window or 0
         parts = []
         if split:
             tables, seq_lens = self.block_tables[:split], self.seq_lens[:split]
-            parts.append(paged_decode(q[:split], cache, tables, seq_lens, seen, NUM_SPLITS))
+            parts.append(paged_decode(q[:split], cache, tables, seq_lens, seen, NUM_SPLITS, scale, soft_cap))
         if self.max_query_len:
             tables, seq_lens = self.block_tables[split:], self.seq_lens[split:]
             starts, longest = self.query_start_loc, self.max_query_len
-            parts.append(paged_prefill(q[split:], cache, tables, seq_lens, starts, longest, seen))
+            parts.append(paged_prefill(q[split:], cache, tables, seq_lens, starts, longest, seen, scale, soft_cap))
         return (torch.cat(parts) if len(parts) > 1 else parts[0]).flatten(1)

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from appliance.kernels.backend import PagedLayout
 from appliance.kernels.triton_attention import TritonAttention
+from appliance.kernels.triton_gated import gelu_and_mul, silu_and_mul
 from appliance.kernels.triton_rms_norm import rms_norm
 from appliance.kernels.triton_rope import rope
-from appliance.kernels.triton_silu_and_mul import silu_and_mul
 
 
 class TritonBackend:
@@ -31,6 +31,9 @@ class TritonBackend:
 
     def silu_and_mul(self, x: Tensor) -> Tensor:
         return silu_and_mul(x)
+
+    def gelu_and_mul(self, x: Tensor) -> Tensor:
+        return gelu_and_mul(x)
 
     def attention(
         self,

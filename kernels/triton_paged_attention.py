@@ -8,8 +8,6 @@ are fp32. Run under Triton's interpreter and compiled offline only: tiles are no
 
 from __future__ import annotations
 
-import math
-
 import torch
 import triton
 import triton.language as tl
@@ -33,7 +31,9 @@ def _attend(
     table_ptr: tl.tensor,
     head: tl.tensor,
     scale: tl.tensor,
+    soft_cap: tl.tensor,
     window: tl.tensor,
+    HAS_CAP: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -44,8 +44,9 @@ def _attend(
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Rows q [BLOCK_M, DIMS] at `positions` over cached tokens [start, stop): unnormalised sums, maxima, weights.
 
-    `scale` includes log2(e). A row sees tokens up to its position, the last `window` of them unless window is 0. Slots
-    before `start` and from `stop` on are not read: they may hold NaN, or have no block any more.
+    scale, soft_cap: as `_score_factors` gives them. A row sees tokens up to its position, the last `window` of them
+    unless window is 0. Slots before `start` and from `stop` on are not read: they may hold NaN, or have no block any
+    more.
     """
     dims = tl.arange(0, DIMS)
     in_head = dims < HEAD_DIM
@@ -59,6 +60,9 @@ def _attend(
         offsets = ((block * NUM_KV_HEADS + head) * BLOCK_SIZE + tokens % BLOCK_SIZE) * HEAD_DIM
         keys = tl.load(keys_ptr + offsets[None, :] + dims[:, None], mask=exists[None, :] & in_head[:, None], other=0.0)
         scores = dot(q, keys, tl.zeros((BLOCK_M, TOKENS), tl.float32)) * scale
+        if HAS_CAP:  # tanh(x) is 2 / (1 + exp(-2 * x)) - 1; dividing takes a call and registers that are not there
+            root = tl.rsqrt(1.0 + tl.exp2(-scores))
+            scores = soft_cap * (2.0 * root * root - 1.0)
         visible = exists[None, :] & (tokens[None, :] <= positions[:, None])
         if window > 0:
             visible &= tokens[None, :] > positions[:, None] - window
@@ -89,9 +93,11 @@ def paged_decode_kernel(
     block_tables_ptr: tl.tensor,
     seq_lens_ptr: tl.tensor,
     scale: tl.tensor,
+    soft_cap: tl.tensor,
     window: tl.tensor,
     stride_q: tl.tensor,
     stride_table: tl.tensor,
+    HAS_CAP: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -130,7 +136,9 @@ def paged_decode_kernel(
         block_tables_ptr + request * stride_table,
         head,
         scale,
+        soft_cap,
         window,
+        HAS_CAP,
         NUM_KV_HEADS,
         BLOCK_SIZE,
         HEAD_DIM,
@@ -188,9 +196,11 @@ def paged_prefill_kernel(
     seq_lens_ptr: tl.tensor,
     query_start_loc_ptr: tl.tensor,
     scale: tl.tensor,
+    soft_cap: tl.tensor,
     window: tl.tensor,
     stride_q: tl.tensor,
     stride_table: tl.tensor,
+    HAS_CAP: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -231,7 +241,9 @@ def paged_prefill_kernel(
             block_tables_ptr + request * stride_table,
             head,
             scale,
+            soft_cap,
             window,
+            HAS_CAP,
             NUM_KV_HEADS,
             BLOCK_SIZE,
             HEAD_DIM,
@@ -245,14 +257,31 @@ def paged_prefill_kernel(
         tl.store(out_ptr + target, answer.to(out_ptr.dtype.element_ty), mask=mask)
 
 
+def _score_factors(head_dim: int, scale: float | None, soft_cap: float | None) -> tuple[float, float]:
+    """What products are multiplied by, and where they are capped at, so that 2 to their power is softmax's weight.
+
+    Capped ones are first multiplied to be the power of 2 that tanh is made of.
+    """
+    scale = LOG2_E * (head_dim**-0.5 if scale is None else scale)
+    return (scale, 0.0) if soft_cap is None else (2.0 * scale / soft_cap, LOG2_E * soft_cap)
+
+
 def paged_decode(
-    q: Tensor, cache: Tensor, block_tables: Tensor, seq_lens: Tensor, window: int = 0, num_splits: int = 1
+    q: Tensor,
+    cache: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    window: int = 0,
+    num_splits: int = 1,
+    scale: float | None = None,
+    soft_cap: float | None = None,
 ) -> Tensor:
     """Output [B, num_heads, head_dim] of one query row a request, q [B, num_heads, head_dim] at position seq_len - 1.
 
     cache: [2, num_blocks, num_kv_heads, block_size, head_dim], the rows' own keys and values stored. block_tables:
     [B, blocks] int32; seq_lens: [B] int32, 0 for a bucket's padding, whose output is zero. window: tokens that a row
-    sees, itself included, 0 for all. num_splits: parts of the context computed beside each other.
+    sees, itself included, 0 for all. num_splits: parts of the context computed beside each other. scale: of the scores,
+    None for 1 / sqrt(head_dim); soft_cap: scaled scores s become soft_cap * tanh(s / soft_cap), None for as they are.
     """
     batch, num_heads, head_dim = q.shape
     _, _, num_kv_heads, block_size, _ = cache.shape
@@ -272,10 +301,11 @@ def paged_decode(
         cache[1],
         block_tables,
         seq_lens,
-        LOG2_E / math.sqrt(head_dim),
+        *_score_factors(head_dim, scale, soft_cap),
         window,
         q.stride(0),
         block_tables.stride(0),
+        HAS_CAP=soft_cap is not None,
         NUM_HEADS=num_heads,
         NUM_KV_HEADS=num_kv_heads,
         BLOCK_SIZE=block_size,
@@ -309,6 +339,8 @@ def paged_prefill(
     query_start_loc: Tensor,
     max_query_len: int,
     window: int = 0,
+    scale: float | None = None,
+    soft_cap: float | None = None,
 ) -> Tensor:
     """Output [T, num_heads, head_dim] of B chunks, q [T, num_heads, head_dim] back to back.
 
@@ -331,10 +363,11 @@ def paged_prefill(
         block_tables,
         seq_lens,
         query_start_loc,
-        LOG2_E / math.sqrt(head_dim),
+        *_score_factors(head_dim, scale, soft_cap),
         window,
         q.stride(0),
         block_tables.stride(0),
+        HAS_CAP=soft_cap is not None,
         NUM_HEADS=num_heads,
         NUM_KV_HEADS=num_kv_heads,
         BLOCK_SIZE=block_size,

@@ -51,6 +51,20 @@ class QuantizedWeight:
             perm=None if self.perm is None else self.perm.to(device),
         )
 
+    def __mul__(self, factor: float) -> QuantizedWeight:
+        """The layer whose outputs are `factor` times this one's: the same codes under other scales."""
+        return replace(self, scales=self.scales * factor, offsets=self.offsets * factor)
+
+    def select_outputs(self, index: Tensor) -> QuantizedWeight:
+        """The layer of the outputs `index` [N'] alone, in that order."""
+        return replace(
+            self,
+            codes=self.codes[:, index],
+            scales=self.scales[:, index],
+            offsets=self.offsets[:, index],
+            zeros=None if self.zeros is None else self.zeros[:, index],
+        )
+
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The dense weight [N, K] in nn.Linear's orientation and natural input order, computed in float32."""
         groups = self.scales.shape[0]

@@ -145,6 +145,7 @@ class FakeEngineClient:
         max_requests: int = 64,
         num_kv_blocks: int = 4096,
         has_chat_template: bool = True,
+        is_text_part: bool = False,
         has_bos: bool = False,
         default_sampling: Mapping[str, float] | None = None,
     ) -> None:
@@ -185,6 +186,7 @@ class FakeEngineClient:
             num_contexts=2,
             has_chat_template=has_chat_template,
             default_sampling=default_sampling or {},
+            is_text_part=is_text_part,
         )
 
     @property

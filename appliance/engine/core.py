@@ -48,6 +48,7 @@ class EngineCore:
             id=config.served_name or config.model,
             created=int(time.time()),
             architecture=loaded.architecture,
+            is_text_part=loaded.is_text_part,
             format=loaded.report.describe(),
             bits=loaded.report.bits,
             kernels=loaded.kernels,

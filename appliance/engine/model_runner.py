@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +61,8 @@ class LoadedModel:
     device: str
     """cpu, or cuda and which card."""
     memory: MemoryUse
+    is_text_part: bool
+    """Of a model that takes images too."""
     vocab_size: int
     """Token ids that may be read and sampled: rows of the embedding, less those that the tokenizer has no token for."""
     content_digest: bytes
@@ -87,9 +89,15 @@ class ModelRunner:
         try:
             architecture = architecture_of(checkpoint.config)
             model_config = read_model_config(checkpoint.config, architecture)
-            dtype, warnings = _compute_dtype(config.dtype, self.backend.name, checkpoint.config)
+            if config.max_model_len is not None:
+                shortened = min(config.max_model_len, model_config.max_position)
+                model_config = replace(model_config, max_position=shortened)
+            dtype, warnings = _compute_dtype(
+                config.dtype, self.backend.name, checkpoint.config, model_config.needs_bfloat16
+            )
             keep_dense = _keeps_dense(model_config, dtype, available, self.backend.name)
-            reader = WeightReader(checkpoint, Target(self.backend.name, dtype, keep_dense, device))
+            target = Target(self.backend.name, dtype, keep_dense, device)
+            reader = WeightReader(checkpoint, target, model_config.names)
             self.model = DecoderModel(
                 model_config, reader, self.backend, lambda fraction: progress("loading", fraction)
             )
@@ -110,6 +118,7 @@ class ModelRunner:
         card = f" ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else ""
         self.loaded = LoadedModel(
             architecture=architecture,
+            is_text_part=model_config.is_text_part,
             report=checkpoint.report,
             kernels=reader.kernel_names,
             dtype=dtype,
@@ -125,7 +134,7 @@ class ModelRunner:
             ),
             vocab_size=vocab_size,
             content_digest=_content_digest(Path(config.model), dtype, reader.kernel_names),
-            warnings=(*warnings, *checkpoint.report.warnings, *self.plan.warnings),
+            warnings=(*warnings, *model_config.warnings, *checkpoint.report.warnings, *self.plan.warnings),
         )
 
     def batches(self, scheduled: Sequence[ScheduledRequest]) -> list[InputBatch]:
@@ -177,14 +186,19 @@ class ModelRunner:
         Sampler(vocab_size)(logits, [row] * len(logits))
 
 
-def _compute_dtype(wish: str, device: str, config: Mapping[str, Any]) -> tuple[torch.dtype, list[str]]:
+def _compute_dtype(
+    wish: str, device: str, config: Mapping[str, Any], needs_bfloat16: bool
+) -> tuple[torch.dtype, list[str]]:
     """The dtype of activations and cache, and what to warn about. auto: bfloat16, on a card float16 where the
-    checkpoint says so (as GPTQ and AWQ files do).
+    checkpoint says so (as GPTQ and AWQ files do) and the model can do with its range.
     """
     if wish == "auto":
         stored = config.get("dtype", config.get("torch_dtype"))
-        return torch.float16 if device == "cuda" and stored == "float16" else torch.bfloat16, []
+        fits = device == "cuda" and stored == "float16" and not needs_bfloat16
+        return torch.float16 if fits else torch.bfloat16, []
     dtype = DTYPES[wish]
+    if dtype == torch.float16 and needs_bfloat16:
+        return torch.bfloat16, ["This model leaves the range of float16, it is computed in bfloat16."]
     if dtype == torch.float16 and device == "cpu":
         # Measured 40 to 120 times slower.
         return torch.bfloat16, ["float16 on a CPU is computed in bfloat16, which is many times faster."]

@@ -1,18 +1,30 @@
-"""The shape of a model: what an architecture's declaration makes of config.json."""
+"""The shape of a model: what an architecture's declaration makes of config.json.
+
+Fields with a default are what only some architectures have; their declarations set them.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 
 from appliance.errors import CheckpointError, UnsupportedModelError
 from appliance.models.cache_group import CacheGroup, even_groups, group_layers
 from appliance.models.config_fields import ConfigFields
-from appliance.models.rope_config import RopeConfig, YarnScaling, read_rope
+from appliance.models.rope_config import LongRopeScaling, RopeConfig, YarnScaling, read_rope
+from appliance.models.tensor_names import LLAMA_NAMES, TensorNames
+
+
+class Activation(StrEnum):
+    """Of the gate of an MLP; gelu is its tanh form."""
+
+    SILU = "silu"
+    GELU = "gelu_pytorch_tanh"
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """A decoder-only transformer of pre-normed attention and SwiGLU blocks."""
+    """A decoder-only transformer of pre-normed attention and gated MLP blocks."""
 
     hidden_size: int
     intermediate_size: int
@@ -33,6 +45,50 @@ class ModelConfig:
     rope: RopeConfig
     cache_groups: tuple[CacheGroup, ...]
     """Together they name every layer once."""
+    names: TensorNames = LLAMA_NAMES
+    is_qkv_by_kv_head: bool = False
+    """A layer of q, k and v has, for each kv head, its q heads, its k and its v; else all q, all k, all v."""
+    layer_ropes: tuple[RopeConfig | None, ...] = ()
+    """Rotary embedding of each layer where they differ, None where it has none; empty where all have `rope`."""
+    activation: Activation = Activation.SILU
+    norms_add_one: bool = False
+    """RMSNorms multiply by one plus their weights."""
+    has_output_norms: bool = False
+    """What attention and MLP add to the residual stream is normed first."""
+    attention_scale: float | None = None
+    """Of scores; None for 1 / sqrt(head_dim)."""
+    attention_soft_cap: float | None = None
+    logits_soft_cap: float | None = None
+    logits_divisor: float = 1.0
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    """Of what attention and MLP add to the residual stream."""
+    needs_bfloat16: bool = False
+    """Activations leave float16's range."""
+    is_text_part: bool = False
+    """Of a model that takes images too, which are not served."""
+
+    @property
+    def ropes(self) -> tuple[RopeConfig | None, ...]:
+        """Rotary embedding of each layer, None where q and k are not turned."""
+        return self.layer_ropes or (self.rope,) * self.num_layers
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What a user should know about the context that is served."""
+        scaling = self.rope.scaling
+        if not isinstance(scaling, LongRopeScaling) or self.max_position <= scaling.original_max_position:
+            return ()
+        return (
+            f"A context of {self.max_position} tokens takes this model's rotary factors for long texts; for short ones "
+            f"it is better with --max-model-len {scaling.original_max_position}.",
+        )
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """Sliding window of each layer; None is full attention."""
+        by_layer = {layer: group.window for group in self.cache_groups for layer in group.layers}
+        return tuple(by_layer[layer] for layer in range(self.num_layers))
 
     @property
     def paged_groups(self) -> tuple[CacheGroup, ...]:
@@ -51,14 +107,17 @@ def decoder_config(
     output_bias: bool = False,
     mlp_bias: bool = False,
     qk_norm: bool = False,
+    activation: Activation = Activation.SILU,
     head_dim: int | None = None,
+    partial_rotary_factor: float | None = None,
     cache_groups: tuple[CacheGroup, ...] | None = None,
 ) -> ModelConfig:
     """What all served architectures write alike, and what the one at hand adds to it.
 
-    head_dim: what an absent one means, None for hidden_size / num_attention_heads; cache_groups: None for full
-    attention in every layer. Raises CheckpointError naming the key, what was found and what was expected;
-    UnsupportedModelError for an activation or a rotary scaling that is not served.
+    head_dim: what an absent one means, None for hidden_size / num_attention_heads; partial_rotary_factor: likewise,
+    None where all dimensions turn always; cache_groups: None for full attention in every layer. Raises CheckpointError
+    naming the key, what was found and what was expected; UnsupportedModelError for an activation or a rotary scaling
+    that is not served.
     """
     hidden_size = fields.integer("hidden_size", 1 << 20)
     num_heads = fields.integer("num_attention_heads", 1 << 12)
@@ -71,11 +130,14 @@ def decoder_config(
     head_dim = fields.integer("head_dim", 1 << 12, head_dim or hidden_size // num_heads)
     if head_dim % 2:
         raise CheckpointError(f"config.json gives a head dimension of {head_dim}: rotary embedding needs an even one.")
-    activation = fields.values.get("hidden_act", "silu")
-    if activation != "silu":
-        raise UnsupportedModelError(f"config.json says 'hidden_act' is {activation!r}: this architecture uses 'silu'.")
+    # Gemma's own key; hidden_act beside it is a leftover.
+    key = "hidden_activation" if fields.has("hidden_activation") else "hidden_act"
+    if fields.values.get(key, activation) != activation:
+        raise UnsupportedModelError(
+            f"config.json says {key!r} is {fields.values[key]!r}: this architecture uses {activation.value!r}."
+        )
     max_position = fields.integer("max_position_embeddings", 1 << 30, 2048)
-    rope = read_rope(fields, max_position)
+    rope = read_rope(fields, max_position, head_dim, partial_rotary_factor)
     if isinstance(rope.scaling, YarnScaling):
         # Makers who leave YaRN to the user (Qwen 2.5) leave the original context in max_position_embeddings.
         max_position = max(max_position, int(rope.scaling.original_max_position * rope.scaling.factor))
@@ -95,5 +157,6 @@ def decoder_config(
         mlp_bias=mlp_bias,
         qk_norm=qk_norm,
         rope=rope,
+        activation=activation,
         cache_groups=cache_groups or group_layers([None] * num_layers(fields)),
     )

@@ -18,7 +18,12 @@ class ConfigFields:
     def __init__(self, values: Mapping[str, Any], name: str = "") -> None:
         """name: of the object, for messages; empty for config.json itself."""
         self.values = values
+        self._name = name
         self._prefix = f"{name}." if name else ""
+
+    def over(self, defaults: Mapping[str, Any]) -> ConfigFields:
+        """These fields, and of `defaults` those whose keys are absent here."""
+        return ConfigFields({**defaults, **self.values}, self._name)
 
     def has(self, key: str) -> bool:
         return self.values.get(key) is not None

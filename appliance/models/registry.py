@@ -8,17 +8,33 @@ from typing import Any
 from appliance.errors import UnsupportedModelError
 from appliance.models.config import ModelConfig
 from appliance.models.config_fields import ConfigFields
+from appliance.models.gemma import gemma2, gemma3, gemma3_text_part
+from appliance.models.glm import glm, glm4
+from appliance.models.granite import granite
+from appliance.models.internlm2 import internlm2
 from appliance.models.llama import llama
-from appliance.models.mistral import mistral
+from appliance.models.mistral import mistral, mistral3
+from appliance.models.phi3 import phi3
 from appliance.models.qwen2 import qwen2
 from appliance.models.qwen3 import qwen3
+from appliance.models.smollm3 import smollm3
 
 MODELS: dict[str, Callable[[ConfigFields], ModelConfig]] = {
+    "Gemma2ForCausalLM": gemma2,
+    "Gemma3ForCausalLM": gemma3,
+    "Gemma3ForConditionalGeneration": gemma3_text_part,
+    "Glm4ForCausalLM": glm4,
+    "GlmForCausalLM": glm,
+    "GraniteForCausalLM": granite,
+    "InternLM2ForCausalLM": internlm2,
     "LlamaForCausalLM": llama,
     "MinistralForCausalLM": mistral,
+    "Mistral3ForConditionalGeneration": mistral3,
     "MistralForCausalLM": mistral,
+    "Phi3ForCausalLM": phi3,
     "Qwen2ForCausalLM": qwen2,
     "Qwen3ForCausalLM": qwen3,
+    "SmolLM3ForCausalLM": smollm3,
 }
 
 # Architectures that exist only as Python code in a model's folder: what they are, what to use, its architecture.

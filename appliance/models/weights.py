@@ -10,6 +10,7 @@ from torch import Tensor
 from appliance.errors import CheckpointError
 from appliance.kernels.dense import DenseLinear
 from appliance.kernels.spec import LinearKernel, Target
+from appliance.models.tensor_names import LM_HEAD, TensorNames
 from appliance.quant.checkpoint import Checkpoint
 from appliance.quant.linear import PlannedLinear
 from appliance.quant.weight import QuantizedWeight, concatenate
@@ -30,9 +31,11 @@ class FusedLinear:
 class WeightReader:
     """Hands a model its weights one module at a time and keeps count of what was packed how."""
 
-    def __init__(self, checkpoint: Checkpoint, target: Target) -> None:
+    def __init__(self, checkpoint: Checkpoint, target: Target, names: TensorNames) -> None:
+        """names: where this checkpoint keeps what the methods are asked for by Llama's names."""
         self.checkpoint = checkpoint
         self.target = target
+        self._on_disk = names.resolve(checkpoint.has)
         self.linears: list[PlannedLinear] = []
         self.other_bytes = 0
 
@@ -46,36 +49,71 @@ class WeightReader:
         """Kernels of all layers, most used first within a layer, in order of first use."""
         return tuple(dict.fromkeys(name for linear in self.linears for name in linear.plan.kernel_names))
 
-    def norm(self, name: str, size: int) -> Tensor:
-        return self._plain(name, (size,))
+    def norm(self, name: str, size: int, adds_one: bool = False) -> Tensor:
+        """Weights [size] in the compute dtype; with adds_one one more, and in float32: 16 bits would round."""
+        if not adds_one:
+            return self._plain(name, (size,), self.target.dtype)
+        return self._plain(name, (size,), torch.float32).add_(1.0)
 
     def embedding(self, name: str, vocab_size: int, hidden_size: int) -> Tensor:
-        return self._plain(name, (vocab_size, hidden_size))
+        return self._plain(name, (vocab_size, hidden_size), self.target.dtype)
 
     def lm_head(self, embed: Tensor, is_tied: bool) -> LinearKernel:
         """The output matrix. One on disk is used even if the config says tied (quantisers save it so); else the
         embedding, if tied. Raises CheckpointError if it is neither there nor tied.
         """
         weight: QuantizedWeight | Tensor = embed
-        if self.checkpoint.has_module("lm_head"):
+        name = self._on_disk(LM_HEAD)
+        if self.checkpoint.has_module(name):
             vocab_size, hidden_size = embed.shape
-            weight = self._linear_weight("lm_head", hidden_size, vocab_size)
+            weight = self._linear_weight(name, hidden_size, vocab_size)
         elif not is_tied:
             raise CheckpointError(
                 "The checkpoint has no lm_head and config.json does not tie it to the embedding: "
                 "a file is missing, or 'tie_word_embeddings' should be true."
             )
-        linear = PlannedLinear("lm_head", weight, None, self.target)
+        linear = PlannedLinear(name, weight, None, self.target)
         self.linears.append(linear)
         if isinstance(linear.decode, DenseLinear) and linear.decode.weight is embed:
             self.other_bytes -= embed.nbytes  # one tensor serves both ends
         return linear.decode
 
-    def fused(self, prefix: str, outputs: Mapping[str, int], in_features: int, has_bias: bool) -> FusedLinear:
-        """Projections `prefix.name` with their numbers of outputs, fused along N where specs and permutations agree."""
-        names = [f"{prefix}.{name}" for name in outputs]
+    def fused(
+        self,
+        prefix: str,
+        outputs: Mapping[str, int],
+        in_features: int,
+        has_bias: bool,
+        *,
+        whole: str | None = None,
+        whole_order: Tensor | None = None,
+        head_orders: Mapping[str, Tensor] | None = None,
+        multiplier: float = 1.0,
+    ) -> FusedLinear:
+        """Projections `prefix.name` with their numbers of outputs, fused along N where specs and permutations agree.
+
+        whole: name by which a checkpoint may hold them as one layer. whole_order: which of its outputs each of theirs
+        is, None where they follow each other. head_orders: [head_dim] for projections whose outputs are heads, which
+        dimension of the checkpoint's heads each of ours is. multiplier: of all outputs.
+        """
+        orders = {name: _per_head(order, outputs[name]) for name, order in (head_orders or {}).items()}
+        if whole is not None and self.checkpoint.has_module(self._on_disk(f"{prefix}.{whole}")):
+            rows, size = [], 0
+            for name in outputs:
+                rows.append(size + orders.get(name, torch.arange(outputs[name])))
+                size += outputs[name]
+            order = torch.cat(rows) if whole_order is None else whole_order[torch.cat(rows)]
+            orders = {whole: order} if orders or whole_order is not None else {}
+            outputs = {whole: size}
+        names = [self._on_disk(f"{prefix}.{name}") for name in outputs]
         weights = [self._linear_weight(n, in_features, size) for n, size in zip(names, outputs.values(), strict=True)]
         biases = [self._bias(n, size, has_bias) for n, size in zip(names, outputs.values(), strict=True)]
+        for i, name in enumerate(outputs):
+            if name in orders:
+                weights[i], biases[i] = _reorder(weights[i], biases[i], orders[name])
+        if multiplier != 1.0:
+            weights = [weight * multiplier for weight in weights]
+            biases = [None if bias is None else bias * multiplier for bias in biases]
         merged = _merge(weights)
         if merged is None:
             parts = [PlannedLinear(n, w, b, self.target) for n, w, b in zip(names, weights, biases, strict=True)]
@@ -88,7 +126,8 @@ class WeightReader:
         self.linears.extend(parts)
         return FusedLinear(parts)
 
-    def _plain(self, name: str, shape: tuple[int, ...]) -> Tensor:
+    def _plain(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        name = self._on_disk(name)
         if not self.checkpoint.has(name):
             raise CheckpointError(
                 f"The checkpoint has no tensor {name!r}: it is incomplete or of another architecture."
@@ -98,7 +137,7 @@ class WeightReader:
             raise CheckpointError(
                 f"Tensor {name!r} has shape {tuple(tensor.shape)}, config.json says it should be {shape}."
             )
-        tensor = tensor.to(self.target.location, self.target.dtype).contiguous()
+        tensor = tensor.to(self.target.location, dtype).contiguous()
         self.other_bytes += tensor.nbytes
         return tensor
 
@@ -127,6 +166,20 @@ class WeightReader:
                 f"{in_features} and {out_features}."
             )
         return weight
+
+
+def _per_head(order: Tensor, size: int) -> Tensor:
+    """[size]: `order` of one head's dimensions, for as many heads as have `size` outputs."""
+    starts = torch.arange(0, size, len(order))
+    return (starts.unsqueeze(1) + order).flatten()
+
+
+def _reorder(
+    weight: QuantizedWeight | Tensor, bias: Tensor | None, order: Tensor
+) -> tuple[QuantizedWeight | Tensor, Tensor | None]:
+    """A layer with its outputs in another order: output i is the layer's order[i]."""
+    reordered = weight[order] if isinstance(weight, Tensor) else weight.select_outputs(order)
+    return reordered, None if bias is None else bias[order]
 
 
 def _merge(weights: list[QuantizedWeight | Tensor]) -> QuantizedWeight | Tensor | None:

@@ -53,7 +53,7 @@ def chat_completions_handler(client: EngineClient, settings: ServerSettings) -> 
         refuse_unsupported(content, is_chat=True)
         body = parse(ChatRequest, content)
         info = require_model(client, settings, body.model)
-        messages = normalise_messages(body.messages, info.id)
+        messages = normalise_messages(body.messages, info)
         kwargs = template_kwargs(body, messages)
         params = body.sampling_params(info.default_sampling, default_max_tokens=None)
         tokens = await client.encode_chat(messages, template_kwargs=kwargs)

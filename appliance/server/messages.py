@@ -9,6 +9,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from appliance.client import ModelInfo
 from appliance.errors import InvalidRequestError, UnsupportedValueError
 from appliance.server.body import quoted
 
@@ -29,10 +30,10 @@ _STRING_FIELDS = ("name", "tool_call_id", "reasoning_content")
 """Fields passed on to the template as they are; null and unknown ones are dropped."""
 
 
-def normalise_messages(messages: Sequence[Any], model: str) -> list[dict[str, Any]]:
+def normalise_messages(messages: Sequence[Any], model: ModelInfo) -> list[dict[str, Any]]:
     """Messages with role system, user, assistant or tool and content a string; missing content is "".
 
-    Raises InvalidRequestError and, for parts that are no text, UnsupportedValueError naming `model`.
+    Raises InvalidRequestError and, for parts that are no text, UnsupportedValueError naming the model.
     """
     if not messages:
         raise InvalidRequestError("messages is empty: send at least one message.", param="messages")
@@ -43,7 +44,7 @@ def normalise_messages(messages: Sequence[Any], model: str) -> list[dict[str, An
     return [_message(message, f"messages[{index}]", model) for index, message in enumerate(messages)]
 
 
-def _message(message: Any, path: str, model: str) -> dict[str, Any]:
+def _message(message: Any, path: str, model: ModelInfo) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise InvalidRequestError(f"{path} must be an object, found {quoted(message)}.", param=path)
     role = message.get("role")
@@ -65,7 +66,7 @@ def _message(message: Any, path: str, model: str) -> dict[str, Any]:
     return plain
 
 
-def _text(content: Any, path: str, model: str) -> str:
+def _text(content: Any, path: str, model: ModelInfo) -> str:
     if content is None:
         return ""
     if isinstance(content, str):
@@ -77,7 +78,7 @@ def _text(content: Any, path: str, model: str) -> str:
     return "".join(_part_text(part, f"{path}[{index}]", model) for index, part in enumerate(content))
 
 
-def _part_text(part: Any, path: str, model: str) -> str:
+def _part_text(part: Any, path: str, model: ModelInfo) -> str:
     if isinstance(part, str):
         return part
     kind = part.get("type") if isinstance(part, dict) else None
@@ -85,9 +86,11 @@ def _part_text(part: Any, path: str, model: str) -> str:
         raise InvalidRequestError(f"{path} must be a part with a type, found {quoted(part)}.", param=path)
     key = _TEXT_PARTS.get(kind)
     if key is None:
+        served = f"the model {model.id} reads text only"
+        if model.is_text_part:
+            served = f"of the model {model.id} only the text part is served"
         raise UnsupportedValueError(
-            f"{path} is of type {quoted(kind)}, but the model {model} reads text only: send parts of type text.",
-            param=path,
+            f"{path} is of type {quoted(kind)}, but {served}: send parts of type text.", param=path
         )
     text = part.get(key)
     if not isinstance(text, str):

@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from appliance.client import EngineClient
+from appliance.client import EngineClient, ModelInfo
 from appliance.errors import InvalidRequestError, UnsupportedValueError
 from appliance.server.body import parse, read_json
 from appliance.server.chat import template_kwargs
@@ -68,7 +68,7 @@ def tokenize_handler(client: EngineClient, settings: ServerSettings) -> Handler:
         elif body.content is not None:
             tokens = await client.encode_text(body.content, add_special_tokens=body.add_special)
         else:
-            tokens = await _encode_chat(client, content, info.id)
+            tokens = await _encode_chat(client, content, info)
         return JSONResponse({"tokens": tokens, "count": len(tokens), "max_model_len": info.max_model_len})
 
     return tokenize
@@ -86,7 +86,7 @@ def detokenize_handler(client: EngineClient, settings: ServerSettings) -> Handle
     return detokenize
 
 
-async def _encode_chat(client: EngineClient, content: dict[str, Any], model_id: str) -> list[int]:
+async def _encode_chat(client: EngineClient, content: dict[str, Any], model: ModelInfo) -> list[int]:
     body = parse(ChatRequest, content)
-    messages = normalise_messages(body.messages, model_id)
+    messages = normalise_messages(body.messages, model)
     return await client.encode_chat(messages, template_kwargs=template_kwargs(body, messages))

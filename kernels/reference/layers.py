@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -32,3 +34,9 @@ def silu_and_mul(x: Tensor) -> Tensor:
     """y [M, I] float32 of x [M, 2 * I], gate first."""
     gate, up = x.float().chunk(2, -1)
     return gate / (1 + torch.exp(-gate)) * up
+
+
+def gelu_and_mul(x: Tensor) -> Tensor:
+    """y [M, I] float32 of x [M, 2 * I], gate first; gelu in its tanh form."""
+    gate, up = x.float().chunk(2, -1)
+    return 0.5 * gate * (1 + torch.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3))) * up

@@ -17,9 +17,9 @@ def test_eos_ids_are_gathered_from_every_file(tmp_path: Path) -> None:
     """Llama 3 ends turns and texts with different tokens; a second one in generation_config.json must count."""
     tokenizer_files.save_byte_level_bpe(tmp_path)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9]}))
-    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 11}))
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 11, "text_config": {"eos_token_id": [13]}}))
     end = tokenizer_files.byte_level_bpe().token_to_id("<|im_end|>")
-    assert eos_token_ids(tmp_path) == (7, 9, 11, end)
+    assert eos_token_ids(tmp_path) == (7, 9, 11, 13, end)
 
 
 def test_eos_may_be_declared_nowhere(tmp_path: Path) -> None:

@@ -43,6 +43,12 @@ def greedy(model: PreTrainedModel, prompt: list[int], count: int) -> list[int]:
     params=[
         ("qwen3", {"head_dim": 24}),
         ("mistral", {"sliding_window": WINDOW}),
+        ("phi3", {"partial_rotary_factor": 0.5}),
+        ("gemma2", {"sliding_window": WINDOW, "tie_word_embeddings": True, "query_pre_attn_scalar": 16}),
+        ("glm4", {}),
+        ("granite", {"residual_multiplier": 0.3, "attention_multiplier": 0.2}),
+        ("smollm3", {"no_rope_layer_interval": 2}),
+        ("gemma3", {"sliding_window": WINDOW, "tie_word_embeddings": True, "sliding_window_pattern": 2}),
         ("ministral", {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}),
     ],
     ids=lambda param: param[0],

@@ -30,6 +30,29 @@ STEPS = {
 def test_attention_equals_the_reference(
     step: str, window: int | None, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
 ) -> None:
+    assert_equals_the_reference(step, window, num_heads, num_kv_heads, head_dim, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(("scale", "soft_cap"), [(0.5, None), (None, 2.0), (0.5, 1.5)])
+@pytest.mark.parametrize("window", [None, 17])
+@pytest.mark.parametrize("step", STEPS)
+def test_scaled_and_capped_attention_equals_the_reference(
+    step: str, window: int | None, scale: float | None, soft_cap: float | None, dtype: torch.dtype
+) -> None:
+    assert_equals_the_reference(step, window, 6, 2, 24, dtype, scale, soft_cap)
+
+
+def assert_equals_the_reference(
+    step: str,
+    window: int | None,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    scale: float | None = None,
+    soft_cap: float | None = None,
+) -> None:
     layout = PagedLayout(num_blocks=23, num_kv_heads=num_kv_heads, block_size=16, head_dim=head_dim)
     generator = torch.Generator().manual_seed(3)
 
@@ -57,11 +80,11 @@ def test_attention_equals_the_reference(
         assert torch.equal(stored, keys_and_values[row])
 
     q = random(starts[-1], num_heads, head_dim)
-    found = attention.attend(cache, q, window).view(-1, num_heads, head_dim)
+    found = attention.attend(cache, q, window, scale, soft_cap).view(-1, num_heads, head_dim)
     for i, (context, rows) in enumerate(STEPS[step]):
         for j in range(rows):
             row = starts[i] + j
-            expected = reference(cache, q[row], context + j, tables[i], window)
+            expected = reference(cache, q[row], context + j, tables[i], window, scale, soft_cap)
             torch.testing.assert_close(found[row].float(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 

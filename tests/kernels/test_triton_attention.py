@@ -144,6 +144,16 @@ def test_prefill_sees_its_window(window: int) -> None:
     assert_close(paged_prefill(*arguments, window), reference.paged_prefill(*arguments, window))
 
 
+@pytest.mark.parametrize(("scale", "soft_cap"), [(0.7, None), (None, 2.0), (0.7, 1.5)])
+def test_scores_are_scaled_and_capped(scale: float | None, soft_cap: float | None) -> None:
+    pool = make_pool([3, 16, 70], 2, 16, torch.float32)
+    q = queries(3, 4, 16, torch.float32)
+    decode = (q, pool.cache, pool.block_tables, pool.seq_lens, 20, 2, scale, soft_cap)
+    assert_close(paged_decode(*decode), reference.paged_decode(*decode))
+    prefill = prefill_arguments([(30, 40), (0, 9)], (4, 2, 16), torch.float32)
+    assert_close(paged_prefill(*prefill, 0, scale, soft_cap), reference.paged_prefill(*prefill, 0, scale, soft_cap))
+
+
 @pytest.mark.parametrize(("num_kv_heads", "head_dim", "block_size"), [(3, 64, 16), (1, 24, 32), (5, 16, 64)])
 def test_write_equals_the_reference(num_kv_heads: int, head_dim: int, block_size: int) -> None:
     """Every slot of the pool: those of the step, and all others as they were. Negative slots are skipped."""

@@ -22,24 +22,31 @@ from tests.models.tiny import save_tiny
 STEPS = [[35, 16], [1, 17], [1, 1]]
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {},
+    "gemma2": {"sliding_window": 20, "tie_word_embeddings": True, "attn_logit_softcapping": 4.0},
+    "gemma3": {"sliding_window": 20, "tie_word_embeddings": True, "sliding_window_pattern": 2},
+    "glm4": {},
+    "granite": {"residual_multiplier": 0.3, "attention_multiplier": 0.2},
+    "phi3": {"partial_rotary_factor": 0.5},
     "qwen3": {"head_dim": 24},
+    "smollm3": {"no_rope_layer_interval": 2},
     "qwen2-window": {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1},
 }
 DTYPES = ["float32", "float16"]
 
 
-def reference_logits(model: PreTrainedModel, tokens: list[int], dtype: str) -> tuple[Tensor, float]:
+def reference_logits(model: PreTrainedModel, tokens: list[int], dtype: torch.dtype) -> tuple[Tensor, float]:
     """transformers' float32 logits [len(tokens), V], and how far ours may be from them.
 
-    float32: sums in another order. float16: twice what rounding to it costs transformers.
+    float32: sums in another order. float16: twice what rounding to it costs transformers. bfloat16: four times, as the
+    interpreter truncates.
     """
     with torch.inference_mode():
         exact = model(torch.tensor([tokens])).logits[0]
-        if dtype == "float32":
+        if dtype == torch.float32:
             return exact, 1e-4 * float(exact.abs().max())
-        half = torch.nn.Module.half(copy.deepcopy(model))
+        half = torch.nn.Module.to(copy.deepcopy(model), dtype)
         rounded = half(torch.tensor([tokens])).logits[0].float()
-    return exact, 2 * float((rounded - exact).abs().max())
+    return exact, (2 if dtype == torch.float16 else 4) * float((rounded - exact).abs().max())
 
 
 def open_runner(folder: Path, dtype: str) -> ModelRunner:
@@ -52,14 +59,17 @@ def open_runner(folder: Path, dtype: str) -> ModelRunner:
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_logits_equal_transformers(tmp_path: Path, name: str, dtype: str) -> None:
-    """Dense in float32; in float16 every layer 4-bit. Prefill, chunked prefill and decode, blocks scattered."""
+    """Dense in float32; in float16, or what a model has instead, every layer 4-bit.
+
+    Prefill, chunked prefill and decode, blocks scattered.
+    """
     is_quantized = dtype == "float16"
     theirs = save_tiny(tmp_path, name.partition("-")[0], is_quantized=is_quantized, **MODELS[name])
     runner = open_runner(tmp_path, dtype)
     assert runner.loaded.kernels == (("triton_w4a16", "dense") if is_quantized else ("dense",))
     generator = torch.Generator().manual_seed(1)
     tokens = [torch.randint(131, (n,), generator=generator).tolist() for n in (40, 36)]
-    references = [reference_logits(theirs, t, dtype) for t in tokens]
+    references = [reference_logits(theirs, t, runner.loaded.dtype) for t in tokens]
     requests = [
         make_request(tokens[0][:35], tokens[0][35:], [7, 2, 5], runner),
         make_request(tokens[1][:33], tokens[1][33:], [1, 6, 4], runner),
@@ -70,6 +80,18 @@ def test_logits_equal_transformers(tmp_path: Path, name: str, dtype: str) -> Non
             expected, bound = references[i]
             error = float((logits[i].float() - expected[request.num_computed_tokens - 1]).abs().max())
             assert error < bound
+
+
+@pytest.mark.parametrize("wish", ["auto", "float16"])
+def test_a_model_beyond_float16_is_computed_in_bfloat16(tmp_path: Path, wish: str) -> None:
+    """Whatever the checkpoint says of itself, and not without a word where float16 was asked for."""
+    save_tiny(tmp_path, "gemma2", **MODELS["gemma2"])
+    config = tmp_path / "config.json"
+    config.write_text(config.read_text().replace('"dtype": "float32"', '"dtype": "float16"'))
+    loaded = open_runner(tmp_path, wish).loaded
+    assert loaded.dtype == torch.bfloat16
+    is_told = any("leaves the range of float16" in warning for warning in loaded.warnings)
+    assert is_told == (wish == "float16")
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
@@ -93,7 +115,7 @@ def test_an_engine_gives_the_references_text(tmp_path: Path, name: str) -> None:
     is_clear: list[bool] = []
     for prompt in prompts:
         answer = answers[str(len(prompt))]
-        logits, bound = reference_logits(theirs, prompt + answer[:-1], "float16")
+        logits, bound = reference_logits(theirs, prompt + answer[:-1], torch.float16)
         logits = logits[len(prompt) - 1 :]
         best = logits.topk(2).values
         chosen = logits[torch.arange(len(answer)), torch.tensor(answer)]

@@ -47,7 +47,9 @@ def w4a16(
 def attention(kernel: str, dtype: str, heads: tuple[int, int, int], **constants: int) -> Variant:
     """A kernel of the paged cache with blocks of 16 tokens, as its wrapper would launch it."""
     num_heads, num_kv_heads, head_dim = heads
-    constants |= {
+    constants = {
+        "HAS_CAP": 0,
+        **constants,
         "NUM_HEADS": num_heads,
         "NUM_KV_HEADS": num_kv_heads,
         "BLOCK_SIZE": 16,
@@ -60,7 +62,7 @@ def attention(kernel: str, dtype: str, heads: tuple[int, int, int], **constants:
         **dict.fromkeys(("block_tables_ptr", "seq_lens_ptr", "query_start_loc_ptr"), "i32"),
         **dict.fromkeys(("parts_ptr", "part_maxima_ptr", "part_weights_ptr"), "fp32"),
     }
-    return Variant("triton_paged_attention", kernel, constants, pointers, ("window",), ("scale",), 4, 2)
+    return Variant("triton_paged_attention", kernel, constants, pointers, ("window",), ("scale", "soft_cap"), 4, 2)
 
 
 DECODE = {"NUM_SPLITS": 8, "BLOCK_M": 16, "TOKENS": DECODE_TOKENS}
@@ -82,6 +84,8 @@ VARIANTS: dict[str, tuple[Variant, tuple[int, ...]]] = {
     ),
     "decode-fp16": (attention("paged_decode_kernel", "fp16", (40, 8, 128), **DECODE), ALL),
     "decode-bf16-wide": (attention("paged_decode_kernel", "bf16", (8, 4, 256), **DECODE), TIGHTEST),
+    "decode-bf16-capped": (attention("paged_decode_kernel", "bf16", (8, 4, 256), **DECODE, HAS_CAP=1), TIGHTEST),
+    "prefill-bf16-capped": (attention("paged_prefill_kernel", "bf16", (8, 4, 256), **PREFILL, HAS_CAP=1), TIGHTEST),
     "prefill-fp16": (attention("paged_prefill_kernel", "fp16", (40, 8, 128), **PREFILL), ALL),
     "prefill-bf16-wide": (attention("paged_prefill_kernel", "bf16", (8, 4, 256), **PREFILL), TIGHTEST),
     "combine": (
@@ -123,7 +127,7 @@ VARIANTS: dict[str, tuple[Variant, tuple[int, ...]]] = {
         ),
         TIGHTEST,
     ),
-    "silu-and-mul": (Variant("triton_silu_and_mul", "silu_and_mul_kernel", {"BLOCK": 1024}), TIGHTEST),
+    "gelu-and-mul": (Variant("triton_gated", "gated_kernel", {"IS_GELU": 1, "BLOCK": 1024}), TIGHTEST),
 }
 
 

@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from appliance.kernels.reference import layers as reference
+from appliance.kernels.triton_gated import gelu_and_mul, silu_and_mul
 from appliance.kernels.triton_rms_norm import rms_norm
 from appliance.kernels.triton_rope import rope
-from appliance.kernels.triton_silu_and_mul import silu_and_mul
 from appliance.models.rope import RotaryTable
 from appliance.models.rope_config import RopeConfig
 
@@ -85,6 +85,20 @@ def test_rope_norms_each_head_first(heads: int, head_dim: int, dtype: torch.dtyp
 def test_activation_equals_the_reference(size: int, dtype: torch.dtype) -> None:
     x = random(3, 2 * size + 3, dtype=dtype)[:, : 2 * size] * 4
     assert_close(silu_and_mul(x), reference.silu_and_mul(x))
+    assert_close(gelu_and_mul(x), reference.gelu_and_mul(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
+def test_norms_take_weights_in_float32(dtype: torch.dtype) -> None:
+    """One plus what the checkpoint holds has more digits than 16 bits."""
+    x, weight = random(3, 61, dtype=dtype), 1 + random(61, dtype=dtype).float() / 100
+    assert_close(rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5))
+    cos, sin = RotaryTable(RopeConfig(theta=10000.0), 24, 64, dtype).at(torch.tensor([0, 3]))
+    norm, heads = 1 + random(5, 24, dtype=dtype).float() / 100, random(2, 5, 24, dtype=dtype)
+    expected = heads.float()
+    reference.rope(expected, cos, sin, norm, 1e-5)
+    rope(heads, cos, sin, norm, 1e-5)
+    assert_close(heads, expected)
 
 
 def test_no_rows_are_no_work() -> None:

@@ -14,7 +14,8 @@ from appliance.errors import CheckpointError, UnsupportedModelError
 from appliance.models.cache_group import CacheGroup, CacheKind
 from appliance.models.config import ModelConfig
 from appliance.models.registry import MODELS, REMOTE_CODE, architecture_of, read_model_config
-from appliance.models.rope import RotaryTable
+from appliance.models.rope import RotaryTable, inverse_frequencies
+from appliance.models.rope_config import LinearScaling, RopeConfig
 
 SHAPE: dict[str, Any] = {
     "hidden_size": 64,
@@ -47,7 +48,9 @@ def test_an_architecture_of_remote_code_is_refused_with_a_successor_that_is_serv
 
 def test_code_in_the_folder_is_refused_where_the_architecture_is_unknown_and_ignored_where_it_is_known() -> None:
     auto_map = {"AutoModelForCausalLM": "modeling_new.NewForCausalLM"}
-    with pytest.raises(UnsupportedModelError, match=r"NewForCausalLM is Python code .*never run: use a model of Llama"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"NewForCausalLM is Python code .*never run: use a model of .*LlamaF"
+    ):
         architecture_of({"architectures": ["NewForCausalLM"], "auto_map": auto_map})
     assert architecture_of({"architectures": ["LlamaForCausalLM"], "auto_map": auto_map}) == "LlamaForCausalLM"
 
@@ -63,7 +66,7 @@ def test_code_in_the_folder_is_refused_where_the_architecture_is_unknown_and_ign
         ("head_dim", 7, "even"),
         ("tie_word_embeddings", "yes", "'yes'"),
         ("hidden_act", "gelu", "'gelu'"),
-        ("rope_scaling", {"rope_type": "dynamic"}, "'dynamic'"),
+        ("rope_scaling", {"rope_type": "ntk"}, "'ntk'"),
         ("rope_scaling", {"rope_type": "linear"}, "no 'rope_scaling.factor'"),
         ("rope_scaling", {"rope_type": "linear", "factor": 0}, "'rope_scaling.factor' is 0"),
         ("rope_scaling", {"type": "yarn", "factor": "4"}, "'rope_scaling.factor' is '4'"),
@@ -123,6 +126,97 @@ def test_a_qwen_slides_only_on_request_and_from_a_layer_on(architecture: str) ->
         read(architecture, **window, layer_types=["sliding_attention"] * 4)
 
 
+def test_a_text_part_has_its_architectures_defaults_and_no_others_layers() -> None:
+    architecture = "Mistral3ForConditionalGeneration"
+    config = read_model_config({"text_config": {**SHAPE, "model_type": "mistral"}}, architecture)
+    assert (config.head_dim, config.rope.theta, config.windows) == (128, 1e9, (None,) * 4)
+    assert config.is_text_part
+    assert not read("MistralForCausalLM").is_text_part
+    with pytest.raises(UnsupportedModelError, match=r"'text_config.model_type' is 'ministral3'.*'mistral'"):
+        read_model_config({"text_config": {**SHAPE, "model_type": "ministral3"}}, architecture)
+    with pytest.raises(CheckpointError, match="no 'text_config'"):
+        read_model_config(SHAPE, architecture)
+
+
+def test_a_gemma_3_has_its_makers_defaults() -> None:
+    """The 27B's text_config names little more than sizes; its window and ropes alternate as the family's do."""
+    text = {"num_hidden_layers": 12, "sliding_window": 1024, "rope_scaling": {"factor": 8.0, "rope_type": "linear"}}
+    config = read_model_config({"text_config": text}, "Gemma3ForConditionalGeneration")
+    assert config.windows == ((1024,) * 5 + (None,)) * 2
+    assert config.ropes == ((RopeConfig(1e4),) * 5 + (RopeConfig(1e6, LinearScaling(8.0)),)) * 2
+    assert (config.head_dim, config.vocab_size, config.max_position) == (256, 262208, 131072)
+    assert config.attention_scale == 1 / 16
+    assert config.attention_soft_cap is config.logits_soft_cap is None
+
+
+def test_old_and_new_spelling_of_two_rotary_embeddings_mean_the_same() -> None:
+    linear = {"rope_type": "linear", "factor": 8.0}
+    old = read("Gemma3ForCausalLM", rope_theta=2e6, rope_local_base_freq=5e3, rope_scaling=linear)
+    both = {"full_attention": {"rope_theta": 2e6, **linear}, "sliding_attention": {"rope_theta": 5e3}}
+    assert read("Gemma3ForCausalLM", rope_parameters=both) == old
+
+
+def test_a_gemma_2_caps_unless_null_says_otherwise() -> None:
+    config = read("Gemma2ForCausalLM", hidden_act="gelu_pytorch_tanh")
+    assert (config.attention_soft_cap, config.logits_soft_cap) == (50.0, 30.0)
+    assert read("Gemma2ForCausalLM", final_logit_softcapping=None).logits_soft_cap is None
+    with pytest.raises(UnsupportedModelError, match="'hidden_activation' is 'relu': this architecture uses 'gelu_py"):
+        read("Gemma2ForCausalLM", hidden_activation="relu")
+
+
+def test_a_gemma_that_sees_what_comes_is_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match="'use_bidirectional_attention' is True"):
+        read("Gemma3ForCausalLM", use_bidirectional_attention=True)
+
+
+def test_every_fourth_layer_of_a_smollm_3_is_not_turned_unless_listed() -> None:
+    rope = RopeConfig(2e6)
+    assert read("SmolLM3ForCausalLM").ropes == (rope, rope, rope, None)
+    assert read("SmolLM3ForCausalLM", no_rope_layers=[0, 1, 1, 0, 1]).ropes == (None, rope, rope, None)
+    windowed = {"use_sliding_window": True, "sliding_window": 8}
+    assert read("SmolLM3ForCausalLM", **windowed).windows == (None, None, None, 8)
+    assert read("SmolLM3ForCausalLM", sliding_window=8).windows == (None,) * 4
+    for listed in ([1, 1, 1], [1, 1, 1, 2], "1111"):
+        with pytest.raises(CheckpointError, match=r"'no_rope_layers' is .*at least 4, each of them 0 or 1"):
+            read("SmolLM3ForCausalLM", no_rope_layers=listed)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "heads", "intermediate_size", "vocab_size", "theta", "qkv_bias"),
+    [
+        ("LlamaForCausalLM", (7168, 56, 8), 20480, 64000, 5e6, False),  # Yi 34B
+        ("LlamaForCausalLM", (4096, 32, 8), 14336, 128256, 5e5, False),  # DeepSeek R1 Distill Llama 8B
+        ("Qwen2ForCausalLM", (5120, 40, 8), 27648, 152064, 1e6, True),  # DeepSeek R1 Distill Qwen 32B
+    ],
+)
+def test_yi_and_the_r1_distills_are_llamas_and_qwens(
+    architecture: str,
+    heads: tuple[int, int, int],
+    intermediate_size: int,
+    vocab_size: int,
+    theta: float,
+    qkv_bias: bool,
+) -> None:
+    """By the architecture that their files name, with nothing that it does not read."""
+    hidden_size, num_heads, num_kv_heads = heads
+    fields = {
+        "architectures": [architecture],
+        "hidden_size": hidden_size,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": num_kv_heads,
+        "intermediate_size": intermediate_size,
+        "num_hidden_layers": 60,
+        "vocab_size": vocab_size,
+        "rope_theta": theta,
+        "sliding_window": 131072,
+        "use_sliding_window": False,
+    }
+    config = read_model_config(fields, architecture_of(fields))
+    assert (config.head_dim, config.qkv_bias, config.rope) == (128, qkv_bias, RopeConfig(theta))
+    assert config.windows == (None,) * 60
+    assert not config.tie_word_embeddings
+
+
 def test_layers_of_a_window_form_a_group() -> None:
     types = ["full_attention", "sliding_attention", "sliding_attention", "full_attention"]
     config = read("MistralForCausalLM", sliding_window=8, layer_types=types)
@@ -132,9 +226,11 @@ def test_layers_of_a_window_form_a_group() -> None:
 
 
 def test_biases_and_norms_are_the_architectures_own() -> None:
-    found = {name: read(name, attention_bias=False) for name in MODELS}
+    found = {name: read(name, attention_bias=False) for name in MODELS if name.endswith("CausalLM")}
     assert [name for name, config in found.items() if config.qkv_bias] == ["Qwen2ForCausalLM"]
-    assert [name for name, config in found.items() if config.qk_norm] == ["Qwen3ForCausalLM"]
+    assert read("GlmForCausalLM").qkv_bias
+    assert read("Glm4ForCausalLM").qkv_bias
+    assert [name for name, config in found.items() if config.qk_norm] == ["Gemma3ForCausalLM", "Qwen3ForCausalLM"]
     assert not any(config.output_bias or config.mlp_bias for config in found.values())
     assert found["Qwen3ForCausalLM"].head_dim == 128
     assert found["Qwen2ForCausalLM"].head_dim == 16
@@ -162,6 +258,7 @@ def test_old_and_new_spelling_of_the_rotary_scaling_mean_the_same(rule: str) -> 
     "rule",
     [
         {"rope_type": "default"},
+        {"rope_type": "dynamic", "factor": 4.0},
         {"rope_type": "linear", "factor": 4.0},
         {"rope_type": "llama3", **RULES["llama3"]},
         {"rope_type": "yarn", "factor": 4.0},
@@ -185,6 +282,48 @@ def test_angles_equal_transformers(rule: dict[str, Any], head_dim: int) -> None:
     torch.testing.assert_close(table.cos, cos[0], atol=1e-5, rtol=0)
     sign = torch.cat([-torch.ones(head_dim // 2), torch.ones(head_dim // 2)])
     torch.testing.assert_close(table.sin * sign, sin[0], atol=1e-5, rtol=0)
+
+
+FULL_FACTORS = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+LONGROPE = {"type": "longrope", "short_factor": [1.0] * 6, "long_factor": [2.0] * 6}
+
+
+@pytest.mark.parametrize("kind", ["longrope", "su", "yarn"])
+def test_the_served_context_chooses_the_factors_of_a_long_rope(kind: str) -> None:
+    """Phi 4 mini: three quarters of a head turn, 64 positions were trained, 256 are offered."""
+    rope = read(
+        "Phi3ForCausalLM",
+        rope_scaling=LONGROPE | {"type": kind},
+        original_max_position_embeddings=64,
+        partial_rotary_factor=0.75,
+    ).rope
+    short, long = (inverse_frequencies(rope, 16, length) for length in (64, 65))
+    assert short[0] == 1.0
+    torch.testing.assert_close(long, short / 2)
+    assert short[6:].tolist() == [0.0, 0.0]
+
+
+def test_a_context_that_takes_the_factors_of_long_texts_is_told() -> None:
+    config = read("Phi3ForCausalLM", rope_scaling={**LONGROPE, **FULL_FACTORS})
+    assert config.warnings == ()
+    original = {"original_max_position_embeddings": 64, "rope_scaling": {**LONGROPE, **FULL_FACTORS}}
+    [warning] = read("Phi3ForCausalLM", **original).warnings
+    assert "A context of 256 tokens" in warning
+    assert "--max-model-len 64" in warning
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("short_factor", [1.0] * 5), ("long_factor", None), ("long_factor", [1.0] * 5 + ["2"]), ("short_factor", [0] * 6)],
+)
+def test_a_long_rope_needs_a_factor_for_each_frequency(key: str, value: Any) -> None:
+    with pytest.raises(CheckpointError, match=rf"'rope_scaling.{key}' is .*a list of 6 numbers"):
+        read("Phi3ForCausalLM", rope_scaling=LONGROPE | {key: value}, partial_rotary_factor=0.75)
+
+
+def test_an_odd_part_of_a_head_is_refused() -> None:
+    with pytest.raises(CheckpointError, match=r"partial_rotary_factor' is 0.35.*even number of 16"):
+        read("Phi3ForCausalLM", partial_rotary_factor=0.2, rope_scaling={"partial_rotary_factor": 0.35})
 
 
 def test_yarn_stretches_a_context_left_at_its_original_length() -> None:

@@ -21,6 +21,24 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 MIXED = ["sliding_attention", "full_attention"]
 
+MULTIPLIERS = {
+    "embedding_multiplier": 12.0,
+    "attention_multiplier": 0.2,
+    "residual_multiplier": 0.22,
+    "logits_scaling": 16.0,
+}
+GEMMA = {"tie_word_embeddings": True, "sliding_window": 24, "query_pre_attn_scalar": 16, "layer_types": MIXED}
+LOCAL_AND_GLOBAL = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 5000.0},
+    "full_attention": {"rope_type": "linear", "rope_theta": 50000.0, "factor": 4.0},
+}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0, 1.1, 1.3, 1.7],
+    "long_factor": [1.2, 2.0, 3.5, 6.0],
+}
+
 VARIANTS: dict[str, dict[str, Any]] = {
     "llama-gqa": {},
     "llama-mha": {"num_key_value_heads": 4},
@@ -31,12 +49,41 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "llama-llama3_rope": {"rope_parameters": LLAMA3 | {"original_max_position_embeddings": 64, "rope_theta": 10000.0}},
     "llama-linear_rope": {"rope_parameters": {"rope_type": "linear", "factor": 2.5}},
     "llama-gptq": {"is_quantized": True},
+    "gemma2-tied": GEMMA | {"query_pre_attn_scalar": 9},
+    "gemma2-low_caps_gptq": GEMMA
+    | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0, "is_quantized": True},
+    "gemma2-no_caps": GEMMA | {"attn_logit_softcapping": None, "final_logit_softcapping": None},
+    "gemma3-pattern": GEMMA | {"num_hidden_layers": 3, "layer_types": None, "sliding_window_pattern": 3},
+    "gemma3-ropes_gptq": GEMMA | {"rope_parameters": LOCAL_AND_GLOBAL, "is_quantized": True},
+    "gemma3_that_sees-text_part": GEMMA | {"rope_parameters": LOCAL_AND_GLOBAL, "head_dim": 24},
+    "gemma3_that_sees-text_part_gptq": GEMMA | {"is_quantized": True},
+    "glm-biases": {},
+    "glm-whole_heads_gptq": {"partial_rotary_factor": 1.0, "is_quantized": True},
+    "glm4-no_biases": {"attention_bias": False},
+    "glm4-biases_gptq": {"is_quantized": True},
+    "granite-multipliers": MULTIPLIERS,
+    "granite-biases_gptq": MULTIPLIERS | {"attention_bias": True, "mlp_bias": True, "is_quantized": True},
+    "granite-defaults": {},
     "mistral-no_window": {"sliding_window": None, "head_dim": 24},
     "mistral-window": {"sliding_window": 24},
     "mistral-window_of_a_block": {"sliding_window": 16},
     "mistral-window_of_one": {"sliding_window": 1},
+    "mistral3-text_part": {"sliding_window": None, "head_dim": 24},
+    "mistral3-text_part_gptq": {"sliding_window": None, "is_quantized": True},
     "mistral-window_gptq": {"sliding_window": 24, "is_quantized": True},
     "ministral-layer_types": {"sliding_window": 24, "layer_types": MIXED},
+    "phi3-window": {"sliding_window": 24},
+    "phi3-partial": {"partial_rotary_factor": 0.75},
+    "phi3-partial_gptq": {"partial_rotary_factor": 0.5, "is_quantized": True},
+    "phi3-longrope": {
+        "rope_parameters": LONGROPE | {"partial_rotary_factor": 0.5},
+        "original_max_position_embeddings": 32,
+    },
+    "phi3-longrope_short": {
+        "rope_parameters": LONGROPE | {"partial_rotary_factor": 0.5},
+        "original_max_position_embeddings": 128,
+        "max_model_len": 128,
+    },
     "qwen2-unused_window": {"use_sliding_window": False, "sliding_window": 24, "max_window_layers": 0},
     "qwen2-window": {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1},
     "qwen2-yarn": {"rope_parameters": YARN | {"rope_theta": 1000000.0}},
@@ -45,6 +92,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "qwen3-window": {"use_sliding_window": True, "sliding_window": 17, "layer_types": MIXED},
     "qwen3-yarn": {"rope_parameters": YARN | {"attention_factor": 0.8}},
     "qwen3-gptq": {"head_dim": 24, "is_quantized": True},
+    "smollm3-interval": {"no_rope_layer_interval": 2},
+    "smollm3-listed_gptq": {"no_rope_layers": [0, 1, 1], "is_quantized": True, "tie_word_embeddings": True},
+    "smollm3-window": {"no_rope_layers": [0, 1], "use_sliding_window": True, "sliding_window": 24},
 }
 
 
@@ -77,8 +127,11 @@ def assert_close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_logits_equal_transformers(tmp_path: Path, variant: str) -> None:
     """Whole prefill, chunked prefill and decode, two requests in one step, blocks scattered over the pool."""
-    reference = save_tiny(tmp_path, variant.partition("-")[0], **VARIANTS[variant])
-    runner = ModelRunner(EngineConfig(str(tmp_path), dtype="float32", num_kv_blocks=96), lambda stage, done: None)
+    settings = dict(VARIANTS[variant])
+    context = settings.pop("max_model_len", None)
+    reference = save_tiny(tmp_path, variant.partition("-")[0], **settings)
+    engine = EngineConfig(str(tmp_path), dtype="float32", num_kv_blocks=96, max_model_len=context)
+    runner = ModelRunner(engine, lambda stage, done: None)
     generator = torch.Generator().manual_seed(1)
     tokens = [torch.randint(131, (n,), generator=generator).tolist() for n in (75, 41)]
     with torch.inference_mode():
@@ -99,6 +152,31 @@ def test_logits_equal_transformers(tmp_path: Path, variant: str) -> None:
         logits = run(runner, [whole, chunked], [1, 1])
         assert_close(logits[0], expected[0][72 + step])
         assert_close(logits[1], expected[1][39 + step])
+
+
+BFLOAT16 = [
+    "llama-gptq",
+    "glm4-biases_gptq",
+    "granite-biases_gptq",
+    "qwen3-gptq",
+    "phi3-partial_gptq",
+    "gemma2-low_caps_gptq",
+    "gemma3-ropes_gptq",
+]
+
+
+@pytest.mark.parametrize("variant", BFLOAT16)
+def test_bfloat16_is_as_close_as_transformers(tmp_path: Path, variant: str) -> None:
+    """4-bit layers through the CPU's own kernels, prefill and decode: twice what rounding to it costs transformers."""
+    reference = save_tiny(tmp_path, variant.partition("-")[0], **VARIANTS[variant])
+    runner = ModelRunner(EngineConfig(str(tmp_path), dtype="bfloat16", num_kv_blocks=40), lambda stage, done: None)
+    tokens = torch.randint(131, (40,), generator=torch.Generator().manual_seed(1)).tolist()
+    request = make_request(tokens[:36], tokens[36:], [3, 0, 7], runner)
+    logits = torch.cat([run(runner, [request], [n]) for n in (36, 1, 1, 1, 1)]).float()
+    with torch.inference_mode():
+        exact = reference(torch.tensor([tokens])).logits[0, 35:]
+        rounded = torch.nn.Module.to(reference, torch.bfloat16)(torch.tensor([tokens])).logits[0, 35:].float()
+    assert (logits - exact).square().mean() < 4 * (rounded - exact).square().mean()
 
 
 def test_shape_against_config_is_refused(tmp_path: Path) -> None:

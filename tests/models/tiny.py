@@ -13,34 +13,83 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3Config,
+    Gemma3ForCausalLM,
+    Gemma3ForConditionalGeneration,
+    Gemma3TextConfig,
+    Glm4Config,
+    Glm4ForCausalLM,
+    GlmConfig,
+    GlmForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MinistralConfig,
     MinistralForCausalLM,
+    Mistral3Config,
+    Mistral3ForConditionalGeneration,
     MistralConfig,
     MistralForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
+    PixtralVisionConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    SiglipVisionConfig,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
 )
 
 from tests.quant.writers import exact_weight, gptq_config, gptq_tensors, gptqmodel_zero_words
 
+VISION: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 32,
+    "patch_size": 16,
+}
+
+
+def _gemma3_that_sees(**text: Any) -> Gemma3Config:
+    vision = SiglipVisionConfig(**VISION)
+    return Gemma3Config(text_config=Gemma3TextConfig(**text), vision_config=vision, mm_tokens_per_image=4)
+
+
+def _mistral3(**text: Any) -> Mistral3Config:
+    vision = PixtralVisionConfig(**VISION)
+    return Mistral3Config(text_config=MistralConfig(**text), vision_config=vision, tie_word_embeddings=False)
+
+
 FAMILIES: dict[str, tuple[Any, Any]] = {
+    "gemma2": (Gemma2Config, Gemma2ForCausalLM),
+    "gemma3": (Gemma3TextConfig, Gemma3ForCausalLM),
+    "gemma3_that_sees": (_gemma3_that_sees, Gemma3ForConditionalGeneration),
+    "glm": (GlmConfig, GlmForCausalLM),
+    "glm4": (Glm4Config, Glm4ForCausalLM),
+    "granite": (GraniteConfig, GraniteForCausalLM),
     "llama": (LlamaConfig, LlamaForCausalLM),
     "ministral": (MinistralConfig, MinistralForCausalLM),
+    "mistral3": (_mistral3, Mistral3ForConditionalGeneration),
     "mistral": (MistralConfig, MistralForCausalLM),
+    "phi3": (Phi3Config, Phi3ForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "smollm3": (SmolLM3Config, SmolLM3ForCausalLM),
 }
 GROUP_SIZE = 32
 
 
 def layers_at_4_bits(module: str) -> int:
-    """All of them but lm_head, which stays plain."""
-    return 0 if module == "lm_head" else 4
+    """All of the text part but lm_head, which stays plain."""
+    return 0 if module == "lm_head" or "vision" in module or "projector" in module else 4
 
 
 def save_tiny(
@@ -69,6 +118,7 @@ def save_tiny(
         "initializer_range": 0.3,
         "eos_token_id": 2,
         "bos_token_id": 1,
+        "pad_token_id": None,
         "tie_word_embeddings": False,
     }
     make_config, make_model = FAMILIES[family]
@@ -104,7 +154,7 @@ def _save_quantized(folder: Path, model: PreTrainedModel, bits_of: Callable[[str
             dynamic |= {pattern: {"bits": bits}} if bits else {f"-:{pattern}": {}}
         if bits:
             order = torch.arange(module.in_features) // GROUP_SIZE
-            codes, zeros, scales = _round(module.weight.detach().t(), bits)
+            codes, zeros, scales = round_to_groups(module.weight.detach().t(), bits)
             with torch.no_grad():
                 module.weight.copy_(exact_weight(codes, zeros, scales, order))
             tensors.pop(f"{name}.weight", None)
@@ -115,7 +165,7 @@ def _save_quantized(folder: Path, model: PreTrainedModel, bits_of: Callable[[str
     (folder / "config.json").write_text(json.dumps(config))
 
 
-def _round(weight: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
+def round_to_groups(weight: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
     """Codes [K, N], zero points [G, N] and fp16 scales [G, N] of weight [K, N]."""
     highest = (1 << bits) - 1
     groups = weight.reshape(-1, GROUP_SIZE, weight.shape[1])

@@ -206,7 +206,17 @@ async def test_parts_that_are_no_text_are_refused_naming_the_model(part: dict[st
     messages = [{"role": "user", "content": [{"type": "text", "text": "What is this?"}, part]}]
     error = await refused(json.dumps({"messages": messages}))
     assert error["code"] == "unsupported_value"
-    assert "fake/model-4bit" in error["message"]
+    assert "the model fake/model-4bit reads text only" in error["message"]
+
+
+async def test_an_image_to_a_model_that_sees_is_told_that_this_is_its_text_part() -> None:
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    async with in_process(FakeEngineClient(is_text_part=True)) as http:
+        response = await http.post(CHAT, json={"messages": [{"role": "user", "content": [image]}]})
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert error["param"] == "messages[0].content[0]"
+    assert "of the model fake/model-4bit only the text part is served: send parts of type text" in error["message"]
 
 
 @pytest.mark.parametrize(
