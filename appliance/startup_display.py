@@ -34,6 +34,8 @@ def ready_text(info: ModelInfo, settings: Settings, port: int) -> str:
 
 def _memory_text(memory: MemoryUse) -> str:
     parts = [f"weights {_size(memory.weights)}", f"KV cache {_size(memory.kv_cache)}"]
+    if memory.recurrent_state:
+        parts.append(f"recurrent state {_size(memory.recurrent_state)}")
     if memory.step_measured is not None:
         parts.append(f"a step {_size(memory.step_measured)} ({_size(memory.step_predicted)} expected)")
     return (

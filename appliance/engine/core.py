@@ -40,6 +40,7 @@ class EngineCore:
                 content_digest=loaded.content_digest,
                 eos_token_ids=frozenset(eos),
                 windows=runner.windows,
+                num_state_slots=runner.plan.num_state_slots,
             )
         )
         self.sampler = Sampler(loaded.vocab_size)
@@ -100,6 +101,8 @@ class EngineCore:
         output = self.scheduler.schedule()
         if not output.scheduled:
             return []
+        if output.state_copies:
+            self.runner.copy_states(output.state_copies)
         logits = self.runner.execute(self.runner.batches(output.scheduled))
         sampling = [chunk for chunk in output.scheduled if chunk.samples]
         result = self.sampler(logits[: len(sampling)], [self._row(chunk) for chunk in sampling])

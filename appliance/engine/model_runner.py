@@ -6,6 +6,7 @@ import hashlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +30,12 @@ from appliance.engine.scheduler import ScheduledRequest
 from appliance.errors import UsageError
 from appliance.generation_config import tokenizer_vocab_size
 from appliance.kernels.backend import NoDeviceError, PagedLayout, open_backend
+from appliance.kernels.gated_delta import StateRows
 from appliance.kernels.spec import Target
 from appliance.models.config import ModelConfig
 from appliance.models.decoder import DecoderModel
+from appliance.models.model_step import ModelStep
+from appliance.models.recurrent_state import RecurrentState
 from appliance.models.registry import architecture_of, read_model_config
 from appliance.models.weights import WeightReader
 from appliance.quant.checkpoint import open_checkpoint
@@ -115,6 +119,7 @@ class ModelRunner:
         self.plan: CachePlan = plan_cache(config, model_config, dtype, free, pool_bytes)
         self.windows = tuple(group.window for group in model_config.paged_groups)
         self.cache = allocate_cache(self.plan.layout, len(model_config.paged_groups[0].layers), dtype, device)
+        self.state = _allocate_state(model_config, self.plan.num_state_slots, dtype, device)
         card = f" ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else ""
         self.loaded = LoadedModel(
             architecture=architecture,
@@ -128,6 +133,7 @@ class ModelRunner:
                 others=others,
                 weights=reader.nbytes,
                 kv_cache=self.cache.nbytes,
+                recurrent_state=self.state.nbytes if self.state else 0,
                 step_predicted=step_bytes(model_config, config, vocab_size, dtype),
                 step_measured=step_measured,
                 held=memory.held(),
@@ -149,16 +155,25 @@ class ModelRunner:
 
         Decodes have no scored rows, so the rows of two batches follow each other as those of one would.
         """
-        return self._execute(batches, self.plan.layout, self.cache)
+        return self._execute(batches, self.plan.layout, self.cache, self.state)
 
-    def _execute(self, batches: Sequence[InputBatch], layout: PagedLayout, cache: Tensor) -> Tensor:
+    def copy_states(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copy slots of recurrent state, (source, destination), one after the other; before the step executes."""
+        assert self.state is not None
+        self.state.copy(copies)
+
+    def _execute(
+        self, batches: Sequence[InputBatch], layout: PagedLayout, cache: Tensor, state: RecurrentState | None
+    ) -> Tensor:
         hidden = []
         for batch in (batch.to(self.backend.device) for batch in batches):
             attentions = [
                 self.backend.attention(layout, slots, batch.query_start_loc, batch.seq_lens, tables, batch.num_decode)
                 for slots, tables in zip(batch.slot_mappings, batch.block_tables, strict=True)
             ]
-            hidden.append(self.model.hidden(batch.input_ids, batch.positions, attentions, cache, batch.logits_rows))
+            rows = None if batch.state_slots is None else _state_rows(batch, batch.state_slots)
+            step = ModelStep(batch.num_decode, attentions, cache, rows, state)
+            hidden.append(self.model.hidden(batch.input_ids, batch.positions, step, batch.logits_rows))
         return self.model.logits(torch.cat(hidden) if len(hidden) > 1 else hidden[0])
 
     def _run_largest_step(
@@ -180,10 +195,27 @@ class ModelRunner:
             block_tables=[[list(range(blocks))]] * len(groups),
             num_decode=0,
             logits_rows=rows,
+            state_slots=torch.tensor([0]) if model_config.recurrent_layers else None,
         )
-        logits = self._execute([batch], layout, cache)[: config.max_num_seqs]
+        state = _allocate_state(model_config, 1, dtype, self.backend.device)
+        logits = self._execute([batch], layout, cache, state)[: config.max_num_seqs]
         row = SamplingRow(SamplingParams(temperature=1.0, top_p=0.9), 0, 0, (), (), ())
         Sampler(vocab_size)(logits, [row] * len(logits))
+
+
+def _state_rows(batch: InputBatch, slots: Tensor) -> StateRows:
+    """A request without tokens before this step has no state yet."""
+    spans = pairwise(batch.query_start_loc)
+    has_state = [length > stop - start for length, (start, stop) in zip(batch.seq_lens, spans, strict=True)]
+    return StateRows(slots, batch.query_start_loc, has_state, batch.num_decode)
+
+
+def _allocate_state(
+    model: ModelConfig, num_slots: int, dtype: torch.dtype, device: torch.device
+) -> RecurrentState | None:
+    if model.gated_delta is None or not model.recurrent_layers:
+        return None
+    return RecurrentState.allocate(model.gated_delta, len(model.recurrent_layers), num_slots, dtype, device)
 
 
 def _compute_dtype(

@@ -11,6 +11,7 @@ from enum import StrEnum
 from appliance.errors import CheckpointError, UnsupportedModelError
 from appliance.models.cache_group import CacheGroup, even_groups, group_layers
 from appliance.models.config_fields import ConfigFields
+from appliance.models.gated_delta_config import GatedDeltaConfig
 from appliance.models.rope_config import LongRopeScaling, RopeConfig, YarnScaling, read_rope
 from appliance.models.tensor_names import LLAMA_NAMES, TensorNames
 
@@ -51,6 +52,10 @@ class ModelConfig:
     layer_ropes: tuple[RopeConfig | None, ...] = ()
     """Rotary embedding of each layer where they differ, None where it has none; empty where all have `rope`."""
     activation: Activation = Activation.SILU
+    is_attention_gated: bool = False
+    """What attention gives is multiplied by the sigmoid of a gate that q_proj computes beside q."""
+    gated_delta: GatedDeltaConfig | None = None
+    """Of the layers of the recurrent group, if there is one."""
     norms_add_one: bool = False
     """RMSNorms multiply by one plus their weights."""
     has_output_norms: bool = False
@@ -93,7 +98,12 @@ class ModelConfig:
     @property
     def paged_groups(self) -> tuple[CacheGroup, ...]:
         """The groups that have a block table each, equal in size but for the last of each kind."""
-        return even_groups(self.cache_groups)
+        return even_groups([group for group in self.cache_groups if not group.is_recurrent])
+
+    @property
+    def recurrent_layers(self) -> tuple[int, ...]:
+        """The layers that keep a state instead of a cache."""
+        return tuple(layer for group in self.cache_groups if group.is_recurrent for layer in group.layers)
 
 
 def num_layers(fields: ConfigFields) -> int:

@@ -17,6 +17,7 @@ from appliance.models.mistral import mistral, mistral3
 from appliance.models.phi3 import phi3
 from appliance.models.qwen2 import qwen2
 from appliance.models.qwen3 import qwen3
+from appliance.models.qwen3_5 import qwen3_5, qwen3_5_text_part
 from appliance.models.smollm3 import smollm3
 
 MODELS: dict[str, Callable[[ConfigFields], ModelConfig]] = {
@@ -34,6 +35,8 @@ MODELS: dict[str, Callable[[ConfigFields], ModelConfig]] = {
     "Phi3ForCausalLM": phi3,
     "Qwen2ForCausalLM": qwen2,
     "Qwen3ForCausalLM": qwen3,
+    "Qwen3_5ForCausalLM": qwen3_5,
+    "Qwen3_5ForConditionalGeneration": qwen3_5_text_part,
     "SmolLM3ForCausalLM": smollm3,
 }
 

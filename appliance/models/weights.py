@@ -55,6 +55,10 @@ class WeightReader:
             return self._plain(name, (size,), self.target.dtype)
         return self._plain(name, (size,), torch.float32).add_(1.0)
 
+    def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """A small parameter of a given shape, in float32."""
+        return self._plain(name, shape, torch.float32)
+
     def embedding(self, name: str, vocab_size: int, hidden_size: int) -> Tensor:
         return self._plain(name, (vocab_size, hidden_size), self.target.dtype)
 

@@ -39,6 +39,10 @@ from transformers import (
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen3_5Config,
+    Qwen3_5ForCausalLM,
+    Qwen3_5ForConditionalGeneration,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
     SiglipVisionConfig,
@@ -68,6 +72,23 @@ def _mistral3(**text: Any) -> Mistral3Config:
     return Mistral3Config(text_config=MistralConfig(**text), vision_config=vision, tie_word_embeddings=False)
 
 
+def _qwen3_5(**text: Any) -> Qwen3_5TextConfig:
+    defaults = {
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 8,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 8,
+        "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.25, "mrope_section": [1, 1, 0]},
+    }
+    return Qwen3_5TextConfig(**{**defaults, **text})
+
+
+def _qwen3_5_that_sees(**text: Any) -> Qwen3_5Config:
+    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64}
+    return Qwen3_5Config(text_config=_qwen3_5(**text).to_dict(), vision_config=vision, tie_word_embeddings=False)
+
+
 FAMILIES: dict[str, tuple[Any, Any]] = {
     "gemma2": (Gemma2Config, Gemma2ForCausalLM),
     "gemma3": (Gemma3TextConfig, Gemma3ForCausalLM),
@@ -82,14 +103,17 @@ FAMILIES: dict[str, tuple[Any, Any]] = {
     "phi3": (Phi3Config, Phi3ForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "qwen3_5": (_qwen3_5, Qwen3_5ForCausalLM),
+    "qwen3_5_that_sees": (_qwen3_5_that_sees, Qwen3_5ForConditionalGeneration),
     "smollm3": (SmolLM3Config, SmolLM3ForCausalLM),
 }
 GROUP_SIZE = 32
 
 
 def layers_at_4_bits(module: str) -> int:
-    """All of the text part but lm_head, which stays plain."""
-    return 0 if module == "lm_head" or "vision" in module or "projector" in module else 4
+    """All of the text part but lm_head and the small gates of gated delta layers, which stay plain."""
+    is_plain = module.endswith(("lm_head", "in_proj_a", "in_proj_b"))
+    return 0 if is_plain or any(part in module for part in ("vision", "visual", "projector")) else 4
 
 
 def save_tiny(
