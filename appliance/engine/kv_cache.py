@@ -1,5 +1,5 @@
-"""The paged KV cache: one tensor, its size in bytes, and how many blocks and tokens memory allows; and how many slots of
-recurrent state.
+"""The paged KV cache: one tensor, its size in bytes, and how many blocks and tokens memory allows. How many slots of
+recurrent state it allows beside that.
 """
 
 from __future__ import annotations
