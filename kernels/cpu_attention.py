@@ -8,6 +8,7 @@ tile is one contiguous row: writing a step's keys and values is one op, and so i
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
@@ -60,6 +61,7 @@ class _Prefill:
             if span < seq_len:
                 self.mask = self.mask.triu(before - span + 1)
 
+    @cached_property
     def added_mask(self) -> Tensor:
         """[L, num_keys] float32 to be added to scores; `mask` says it to PyTorch's attention, in fewer bytes."""
         length = self.rows.stop - self.rows.start
@@ -195,14 +197,11 @@ class CpuAttention:
         self, q: Tensor, keys: Tensor, values: Tensor, prefill: _Prefill, scale: float, soft_cap: float
     ) -> Tensor:
         """keys, values: [num_kv_heads, tokens, head_dim]. One kv head after the other, to hold the scores of one."""
-        mask = prefill.added_mask()
-        rows = q[prefill.rows]
-        out = rows.new_empty(rows.shape)
-        group = q.shape[1] // self.layout.num_kv_heads
-        for head in range(self.layout.num_kv_heads):
-            queries = rows[:, head * group : (head + 1) * group].transpose(0, 1)  # [group, L, head_dim]
-            seen = keys[head, : prefill.num_keys], values[head, : prefill.num_keys]
-            out[:, head * group : (head + 1) * group] = _capped_attention(
-                queries, *seen, mask, scale, soft_cap
-            ).transpose(0, 1)
-        return out.flatten(1)
+        num_kv_heads, seen = keys.shape[0], slice(prefill.num_keys)
+        rows = q[prefill.rows].view(-1, num_kv_heads, q.shape[1] // num_kv_heads, q.shape[2])
+        queries = rows.permute(1, 2, 0, 3)  # [kv heads, group, L, head_dim]
+        out = [
+            _capped_attention(queries[h], keys[h, seen], values[h, seen], prefill.added_mask, scale, soft_cap)
+            for h in range(num_kv_heads)
+        ]
+        return torch.stack(out).permute(2, 0, 1, 3).flatten(1)

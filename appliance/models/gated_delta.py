@@ -48,7 +48,7 @@ class GatedDelta:
         self.gates = weights.fused(prefix, gates, config.hidden_size, False)
         kernel = weights.tensor(f"{prefix}.conv1d.weight", (shape.num_channels, 1, shape.kernel_size))
         self.kernel = kernel.squeeze(1).t().contiguous()  # [kernel, channels]
-        self.decay = -weights.tensor(f"{prefix}.A_log", (shape.num_value_heads,)).exp_()
+        self.decay = -weights.tensor(f"{prefix}.A_log", (shape.num_value_heads,)).exp()
         self.dt_bias = weights.tensor(f"{prefix}.dt_bias", (shape.num_value_heads,))
         self.norm = weights.tensor(f"{prefix}.norm.weight", (shape.value_dim,))
         self.output = weights.fused(prefix, {"out_proj": config.hidden_size}, shape.value_size, False)

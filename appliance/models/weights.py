@@ -53,7 +53,7 @@ class WeightReader:
         """Weights [size] in the compute dtype; with adds_one one more, and in float32: 16 bits would round."""
         if not adds_one:
             return self._plain(name, (size,), self.target.dtype)
-        return self._plain(name, (size,), torch.float32).add_(1.0)
+        return self._plain(name, (size,), torch.float32) + 1.0
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """A small parameter of a given shape, in float32."""
