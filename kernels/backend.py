@@ -37,8 +37,6 @@ class PagedLayout:
 class Attention(Protocol):
     """The attention of one step: built once, used by every layer. Rows are decodes first, then prefill chunks."""
 
-    num_decode: int
-
     def write(self, cache: Tensor, keys_and_values: Tensor) -> None:
         """Store a step's keys and values, [T, 2 * num_kv_heads, head_dim], keys first, in one layer's cache."""
 

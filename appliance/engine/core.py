@@ -59,8 +59,13 @@ class EngineCore:
             vocab_size=loaded.vocab_size,
             num_kv_blocks=layout.num_blocks,
             block_size=layout.block_size,
-            num_contexts=layout.num_blocks
-            // most_blocks(runner.windows, layout.block_size, runner.plan.max_model_len, config.max_num_batched_tokens),
+            num_contexts=min(
+                layout.num_blocks
+                // most_blocks(
+                    runner.windows, layout.block_size, runner.plan.max_model_len, config.max_num_batched_tokens
+                ),
+                runner.plan.num_state_slots or layout.num_blocks,
+            ),
             has_chat_template=False,
             memory=loaded.memory,
             warnings=loaded.warnings,

@@ -54,6 +54,7 @@ class GatedDelta:
         self.output = weights.fused(prefix, {"out_proj": config.hidden_size}, shape.value_size, False)
 
     def __call__(self, x: Tensor, angles: Sequence[tuple[Tensor, Tensor]], step: ModelStep) -> Tensor:
+        """As of `SelfAttention`; but a state knows no positions, and angles are not looked at."""
         rows, state, shape = step.state_rows, step.state, self.shape
         assert rows is not None
         assert state is not None
