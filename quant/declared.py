@@ -56,13 +56,17 @@ class DeclaredQuantization:
     writer: str = ""
     raw: Mapping[str, Any] = field(default_factory=dict)
     rules: tuple[DynamicRule, ...] = ()
+    _resolved: dict[str, DeclaredQuantization] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def for_module(self, module: str) -> DeclaredQuantization:
         """The declaration as it applies to `module`, given by its full name: the first rule that matches decides."""
-        for rule in self.rules:
-            if rule.pattern.matches(module):
-                return replace(self, excluded=rule.excluded, **rule.settings)
-        return self
+        if not self.rules:
+            return self
+        if module not in self._resolved:  # asked several times of each of many thousand experts
+            rule = next((rule for rule in self.rules if rule.pattern.matches(module)), None)
+            settings = {} if rule is None else {"excluded": rule.excluded, **rule.settings}
+            self._resolved[module] = replace(self, **settings)
+        return self._resolved[module]
 
     @property
     def packing(self) -> str | None:

@@ -57,7 +57,7 @@ def step_bytes(model: ModelConfig, config: EngineConfig, vocab_size: int, dtype:
         shape = model.gated_delta
         floats = 3 * shape.num_channels + 3 * shape.value_size
         attention = max(attention, model.hidden_size + floats * 4 // size)
-    layer = tokens * max(attention, model.hidden_size + 3 * model.intermediate_size) * size
+    layer = tokens * max(attention, model.mlp_row_values) * size
     logits = tokens * vocab_size * size
     # float32: scores, their softmax, a sorted copy and its order (int64).
     sampling = min(config.max_num_seqs, tokens) * vocab_size * (3 * 4 + 8)

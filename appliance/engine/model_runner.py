@@ -240,12 +240,7 @@ def _compute_dtype(
 def _keeps_dense(model: ModelConfig, dtype: torch.dtype, available_bytes: int, device: str) -> bool:
     """Whether quantised layers get a dense copy. The exact mode is dense by definition; else the copy must leave room
     for everything else, and a card needs none."""
-    parameters = (
-        model.num_layers
-        * model.hidden_size
-        * (2 * (model.num_heads + model.num_kv_heads) * model.head_dim + 3 * model.intermediate_size)
-    )
-    fits = parameters * dtype.itemsize <= available_bytes * DENSE_SHARE
+    fits = model.linear_parameters * dtype.itemsize <= available_bytes * DENSE_SHARE
     return dtype == torch.float32 or (device == "cpu" and fits)
 
 

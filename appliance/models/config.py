@@ -12,6 +12,7 @@ from appliance.errors import CheckpointError, UnsupportedModelError
 from appliance.models.cache_group import CacheGroup, even_groups, group_layers
 from appliance.models.config_fields import ConfigFields
 from appliance.models.gated_delta_config import GatedDeltaConfig
+from appliance.models.mixture_config import MixtureConfig
 from appliance.models.rope_config import LongRopeScaling, RopeConfig, YarnScaling, read_rope
 from appliance.models.tensor_names import LLAMA_NAMES, TensorNames
 
@@ -56,6 +57,7 @@ class ModelConfig:
     """What attention gives is multiplied by the sigmoid of a gate that q_proj computes beside q."""
     gated_delta: GatedDeltaConfig | None = None
     """Of the layers of the recurrent group, if there is one."""
+    mixture: MixtureConfig | None = None
     norms_add_one: bool = False
     """RMSNorms multiply by one plus their weights."""
     has_output_norms: bool = False
@@ -105,6 +107,25 @@ class ModelConfig:
         """The layers that keep a state instead of a cache."""
         return tuple(layer for group in self.cache_groups if group.is_recurrent for layer in group.layers)
 
+    @property
+    def mixtures(self) -> tuple[MixtureConfig | None, ...]:
+        """The mixture of experts of each layer; None is an MLP of intermediate_size."""
+        layers = () if self.mixture is None else self.mixture.layers
+        return tuple(self.mixture if layer in layers else None for layer in range(self.num_layers))
+
+    @property
+    def linear_parameters(self) -> int:
+        """Parameters of all layers' matrices, every expert's included."""
+        attention = 2 * (self.num_heads + self.num_kv_heads) * self.head_dim
+        widths = (3 * self.intermediate_size if m is None else m.parameters_per_input for m in self.mixtures)
+        return self.hidden_size * sum(attention + width for width in widths)
+
+    @property
+    def mlp_row_values(self) -> int:
+        """The most numbers that an MLP holds of one row at a time."""
+        widths = (3 * self.intermediate_size if m is None else m.row_values(self.hidden_size) for m in self.mixtures)
+        return self.hidden_size + max(widths)
+
 
 def num_layers(fields: ConfigFields) -> int:
     return fields.integer("num_hidden_layers", 1 << 12)
@@ -121,6 +142,7 @@ def decoder_config(
     head_dim: int | None = None,
     partial_rotary_factor: float | None = None,
     cache_groups: tuple[CacheGroup, ...] | None = None,
+    mixture: MixtureConfig | None = None,
 ) -> ModelConfig:
     """What all served architectures write alike, and what the one at hand adds to it.
 
@@ -169,4 +191,5 @@ def decoder_config(
         rope=rope,
         activation=activation,
         cache_groups=cache_groups or group_layers([None] * num_layers(fields)),
+        mixture=mixture,
     )

@@ -1,10 +1,10 @@
 """The decoder that all served architectures are instances of: RMSNorm, attention or a gated delta layer, RMSNorm, gated
-MLP; `ModelConfig` says which, and which biases, norms, windows, scales and caps.
+MLP or a mixture of them; `ModelConfig` says which, and which biases, norms, windows, scales and caps.
 
 Tensors: model.embed_tokens, model.layers.N.{input_layernorm, self_attn, linear_attn, attention_output_norm,
 post_attention_layernorm, mlp.{gate,up,down}_proj, mlp_output_norm}, model.norm, lm_head (absent when tied); those of
-self_attn are in self_attention.py, of linear_attn in gated_delta.py. A checkpoint may hold mlp.gate_up_proj as one
-layer, and have names of its own (tensor_names).
+self_attn are in self_attention.py, of linear_attn in gated_delta.py, of mixtures in experts.py. A checkpoint may hold
+mlp.gate_up_proj as one layer, and have names of its own (tensor_names).
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from appliance.kernels.backend import Backend
 from appliance.kernels.spec import LinearKernel
 from appliance.models.config import Activation, ModelConfig
 from appliance.models.gated_delta import GatedDelta
+from appliance.models.mixture import Mixture
+from appliance.models.mlp import Mlp
 from appliance.models.model_step import ModelStep
 from appliance.models.rope import RotaryTable
 from appliance.models.self_attention import SelfAttention
@@ -41,7 +43,6 @@ class DecoderLayer:
         self.backend = backend
         self.mixer = mixer
         self.eps = config.rms_norm_eps
-        self.activate = backend.gelu_and_mul if config.activation is Activation.GELU else backend.silu_and_mul
 
         def norm(name: str) -> Tensor:
             return weights.norm(f"{prefix}.{name}.weight", config.hidden_size, config.norms_add_one)
@@ -50,12 +51,21 @@ class DecoderLayer:
         self.attention_output_norm, self.mlp_output_norm = (
             norm(f"{part}_output_norm") if config.has_output_norms else None for part in ("attention", "mlp")
         )
-        hidden, intermediate, mlp = config.hidden_size, config.intermediate_size, f"{prefix}.mlp"
-        gate_up = {"gate_proj": intermediate, "up_proj": intermediate}
-        self.gate_up = weights.fused(mlp, gate_up, hidden, config.mlp_bias, whole="gate_up_proj")
-        self.down = weights.fused(
-            mlp, {"down_proj": hidden}, intermediate, config.mlp_bias, multiplier=config.residual_multiplier
-        )
+        hidden, mixture = config.hidden_size, config.mixtures[index]
+        self.mlp: Mlp | Mixture
+        if mixture is None:
+            activate = backend.gelu_and_mul if config.activation is Activation.GELU else backend.silu_and_mul
+            self.mlp = Mlp(
+                weights,
+                activate,
+                f"{prefix}.mlp",
+                hidden,
+                config.intermediate_size,
+                config.mlp_bias,
+                config.residual_multiplier,
+            )
+        else:
+            self.mlp = Mixture(mixture, weights, backend, prefix, hidden)
 
     def __call__(
         self, x: Tensor, delta: Tensor | None, angles: Sequence[tuple[Tensor, Tensor]], step: ModelStep
@@ -73,7 +83,7 @@ class DecoderLayer:
         if self.attention_output_norm is not None:
             mixed = self.backend.rms_norm(mixed, self.attention_output_norm, self.eps)
         normed = self.backend.rms_norm(mixed, self.post_attention_norm, self.eps, x)
-        delta = self.down(self.activate(self.gate_up(normed, step.num_decode)), step.num_decode)
+        delta = self.mlp(normed, step.num_decode)
         if self.mlp_output_norm is not None:
             delta = self.backend.rms_norm(delta, self.mlp_output_norm, self.eps)
         return delta

@@ -15,7 +15,11 @@ def qwen_cache_groups(fields: ConfigFields) -> tuple[CacheGroup, ...]:
     """Layers from max_window_layers on slide, and only if use_sliding_window says so: most files name a sliding_window
     that is not used. Defaults: transformers' Qwen2Config.
     """
-    is_used = fields.boolean("use_sliding_window", False) and fields.values.get("sliding_window", 4096) is not None
-    window = fields.integer("sliding_window", MAX_WINDOW, 4096) if is_used else None
     first_sliding = fields.integer("max_window_layers", 1 << 12, 28, low=0)
-    return read_cache_groups(fields, num_layers(fields), window, first_sliding)
+    return read_cache_groups(fields, num_layers(fields), qwen_window(fields), first_sliding)
+
+
+def qwen_window(fields: ConfigFields) -> int | None:
+    """The window of layers that slide, None if none does."""
+    is_used = fields.boolean("use_sliding_window", False) and fields.values.get("sliding_window", 4096) is not None
+    return fields.integer("sliding_window", MAX_WINDOW, 4096) if is_used else None

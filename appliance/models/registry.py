@@ -14,10 +14,13 @@ from appliance.models.granite import granite
 from appliance.models.internlm2 import internlm2
 from appliance.models.llama import llama
 from appliance.models.mistral import mistral, mistral3
+from appliance.models.mixtral import mixtral
 from appliance.models.phi3 import phi3
 from appliance.models.qwen2 import qwen2
+from appliance.models.qwen2_moe import qwen2_moe
 from appliance.models.qwen3 import qwen3
 from appliance.models.qwen3_5 import qwen3_5, qwen3_5_text_part
+from appliance.models.qwen3_moe import qwen3_moe
 from appliance.models.smollm3 import smollm3
 
 MODELS: dict[str, Callable[[ConfigFields], ModelConfig]] = {
@@ -32,11 +35,14 @@ MODELS: dict[str, Callable[[ConfigFields], ModelConfig]] = {
     "MinistralForCausalLM": mistral,
     "Mistral3ForConditionalGeneration": mistral3,
     "MistralForCausalLM": mistral,
+    "MixtralForCausalLM": mixtral,
     "Phi3ForCausalLM": phi3,
     "Qwen2ForCausalLM": qwen2,
+    "Qwen2MoeForCausalLM": qwen2_moe,
     "Qwen3ForCausalLM": qwen3,
     "Qwen3_5ForCausalLM": qwen3_5,
     "Qwen3_5ForConditionalGeneration": qwen3_5_text_part,
+    "Qwen3MoeForCausalLM": qwen3_moe,
     "SmolLM3ForCausalLM": smollm3,
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -48,6 +49,10 @@ class WeightReader:
     def kernel_names(self) -> tuple[str, ...]:
         """Kernels of all layers, most used first within a layer, in order of first use."""
         return tuple(dict.fromkeys(name for linear in self.linears for name in linear.plan.kernel_names))
+
+    def has(self, name: str) -> bool:
+        """Whether the checkpoint has such a tensor."""
+        return self.checkpoint.has(self._on_disk(name))
 
     def norm(self, name: str, size: int, adds_one: bool = False) -> Tensor:
         """Weights [size] in the compute dtype; with adds_one one more, and in float32: 16 bits would round."""
@@ -129,6 +134,32 @@ class WeightReader:
             parts = [PlannedLinear(" + ".join(names), merged, bias, self.target)]
         self.linears.extend(parts)
         return FusedLinear(parts)
+
+    def single(self, name: str, weight: Tensor) -> FusedLinear:
+        """A projection whose weight [N, K] is at hand, without a bias: an expert's part of a stack."""
+        linear = PlannedLinear(name, weight, None, self.target)
+        self.linears.append(linear)
+        return FusedLinear([linear])
+
+    def float32(self, outputs: Mapping[str, int], in_features: int) -> LinearKernel:
+        """Modules with their numbers of outputs as one dense layer in float32, quantised on disk or not."""
+        weights = [self._linear_weight(self._on_disk(name), in_features, size) for name, size in outputs.items()]
+        dense = [weight.dequantize() if isinstance(weight, QuantizedWeight) else weight.float() for weight in weights]
+        target = replace(self.target, dtype=torch.float32, keep_dense=True)
+        linear = PlannedLinear(" + ".join(outputs), torch.cat(dense), None, target)
+        self.linears.append(linear)
+        return linear.decode
+
+    def stack(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """A tensor of several layers' weights as stored, a view of the file: nothing is counted."""
+        name = self._on_disk(name)
+        tensor = self.checkpoint.tensor(name)
+        if tuple(tensor.shape) != shape or tensor.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+            raise CheckpointError(
+                f"Tensor {name!r} is {tensor.dtype} of shape {tuple(tensor.shape)}: 16- or 32-bit floats of shape "
+                f"{shape}, as config.json says, were expected."
+            )
+        return tensor
 
     def _plain(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         name = self._on_disk(name)

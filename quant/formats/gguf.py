@@ -2,43 +2,48 @@
 
 Matrices of the types of gguf_blocks.py stay quantised, each with its own bits and groups: most files mix types.
 For architectures llama and mistral3 the rows of attn_q and attn_k are stored interleaved for llama.cpp's rotary
-embedding (convert_hf_to_gguf.py `permute`) and are put back in Hugging Face's order here.
+embedding (convert_hf_to_gguf.py `permute`) and are put back in Hugging Face's order here. A layer's experts are one
+tensor [E, N, K], read as E matrices.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from appliance.errors import CheckpointError, UnsupportedModelError
 from appliance.quant.formats.gguf_blocks import BLOCK_TYPES, read_blocks
 from appliance.quant.formats.gguf_layout import check_layout
-from appliance.quant.formats.gguf_metadata import config_from_metadata, hugging_face_name
+from appliance.quant.formats.gguf_metadata import EVERY_EXPERT, config_from_metadata, hugging_face_name
 from appliance.quant.formats.gguf_rope import ROPE_FACTORS
 from appliance.quant.model_config import check_model_config
 from appliance.quant.report import FormatReport
 from appliance.quant.weight import QuantizedWeight
 
 if TYPE_CHECKING:
-    from gguf import GGUFReader, ReaderTensor
+    from gguf import GGUFReader
 
 _PLAIN = ("F32", "F16", "BF16")
 # Which file of a model to use instead of one with types that are not read, by their beginnings. Codes of the IQ types
 # are looked up in tables: no scale and offset gives their values.
 _INSTEAD = {"IQ1": "Q2_K", "IQ2": "Q2_K", "IQ3": "Q3_K_M", "TQ": "Q2_K"}
-_INTERLEAVED = ("llama", "mistral")
+_INTERLEAVED = ("llama", "mistral", "mixtral")
 _ROTATED = ("self_attn.q_proj", "self_attn.k_proj")
 
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    tensor: ReaderTensor
+    data: npt.NDArray[Any]
+    """As in the file: numbers of `shape`, or rows of bytes."""
+    shape: tuple[int, ...]
     type: str
     row_order: Tensor | None
     """int64 [N]: the stored row of each row in Hugging Face's order."""
@@ -47,9 +52,10 @@ class _Entry:
 class GgufSource:
     """Reads the tensors of an open GGUF file under Hugging Face's names."""
 
-    def __init__(self, entries: dict[str, _Entry]) -> None:
+    def __init__(self, entries: dict[str, _Entry], counts: Counter[str]) -> None:
+        """counts: tensors of the file of each type."""
         self._entries = entries
-        self.report = _report(entries)
+        self.report = _report(entries, counts)
 
     def plain_names(self) -> list[str]:
         return [name for name, entry in self._entries.items() if entry.type in _PLAIN]
@@ -59,7 +65,7 @@ class GgufSource:
 
     def tensor(self, name: str) -> Tensor:
         entry = self._entries[name]
-        data = torch.from_numpy(np.array(entry.tensor.data))  # a copy: the map is read-only
+        data = torch.from_numpy(np.array(entry.data))  # a copy: the map is read-only
         if entry.type == "BF16":
             data = data.view(torch.bfloat16)
         return data if entry.row_order is None else data[entry.row_order]
@@ -67,7 +73,7 @@ class GgufSource:
     def quantized(self, module: str) -> QuantizedWeight:
         name = f"{module}.weight"
         entry = self._entries[name]
-        data = np.array(entry.tensor.data)
+        data = np.array(entry.data)
         if entry.row_order is not None:
             data = data[entry.row_order.numpy()]
         return read_blocks(BLOCK_TYPES[entry.type], data, name)
@@ -105,14 +111,20 @@ def open_gguf(path: Path) -> tuple[GgufSource, dict[str, Any]]:
     entries = {}
     for name, tensor in tensors.items():
         kind = tensor.tensor_type.name
-        if kind not in _PLAIN and (kind not in BLOCK_TYPES or len(shapes[name]) != 2):
+        hf_name = hugging_face_name(name)
+        is_stack = EVERY_EXPERT in hf_name
+        is_shaped = len(shapes[name]) == 2 + is_stack or (kind in _PLAIN and not is_stack)
+        if kind not in (*_PLAIN, *BLOCK_TYPES) or not is_shaped:
             nearest = next((file for start, file in _INSTEAD.items() if kind.startswith(start)), "Q4_K_M")
-            better = "another" if kind in BLOCK_TYPES else f"the {nearest}"
+            better = f"the {nearest}" if is_shaped else "another"
             raise UnsupportedModelError(
                 f"{path.name}: tensor {name} is {kind} {list(shapes[name])}, supported are matrices of "
                 f"{', '.join(BLOCK_TYPES)} and {', '.join(_PLAIN)}: use {better} file of the model"
             )
-        hf_name = hugging_face_name(name)
+        if is_stack:
+            for expert, matrix in enumerate(tensor.data):
+                entries[hf_name.replace(EVERY_EXPERT, str(expert))] = _Entry(matrix, shapes[name][1:], kind, None)
+            continue
         module = ".".join(hf_name.split(".")[-3:-1])
         order = None
         if config["model_type"] in _INTERLEAVED and module in _ROTATED:
@@ -123,17 +135,19 @@ def open_gguf(path: Path) -> tuple[GgufSource, dict[str, Any]]:
                     f"{config['head_dim']} make {rows}: the file is damaged, download it again"
                 )
             order = torch.arange(rows).view(heads[module], -1, 2).transpose(1, 2).reshape(-1)
-        entries[hf_name] = _Entry(tensor, kind, order)
-    return GgufSource(entries), config
+        data, shape = tensor.data, shapes[name]
+        if module == "mlp.shared_expert_gate" and len(shape) == 1:  # a matrix of one row
+            data, shape = data.reshape(1, -1), (1, *shape)
+        entries[hf_name] = _Entry(data, shape, kind, order)
+    return GgufSource(entries, Counter(tensor.tensor_type.name for tensor in tensors.values())), config
 
 
-def _report(entries: dict[str, _Entry]) -> FormatReport:
-    counts = Counter(entry.type for entry in entries.values())
+def _report(entries: dict[str, _Entry], counts: Counter[str]) -> FormatReport:
     weights, layers = Counter[str](), Counter[str]()
     for name, entry in entries.items():
-        weights[entry.type] += int(entry.tensor.n_elements)
-        if name.startswith("model.layers.") and len(entry.tensor.shape) == 2:
-            layers[entry.type] += int(entry.tensor.n_elements)
+        weights[entry.type] += math.prod(entry.shape)
+        if name.startswith("model.layers.") and len(entry.shape) == 2:
+            layers[entry.type] += math.prod(entry.shape)
     types = [kind for kind, _ in layers.most_common()]
     # The embedding's type is not the model's, unless nothing else is quantised.
     candidates = [*types, *(kind for kind, _ in weights.most_common())]

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from appliance.errors import CheckpointError, UnsupportedModelError
+from appliance.quant.formats.gguf_mixture import mixture_fields
 from appliance.quant.formats.gguf_rope import rope_scaling
 
 # Mistral files before Small 3.1 say llama.
@@ -16,9 +17,14 @@ ARCHITECTURES = {
     "llama": ("LlamaForCausalLM", "llama"),
     "mistral3": ("MistralForCausalLM", "mistral"),
     "qwen2": ("Qwen2ForCausalLM", "qwen2"),
+    "qwen2moe": ("Qwen2MoeForCausalLM", "qwen2_moe"),
     "qwen3": ("Qwen3ForCausalLM", "qwen3"),
+    "qwen3moe": ("Qwen3MoeForCausalLM", "qwen3_moe"),
 }
 """Architecture and model_type of config.json."""
+_MIXTRAL = ("MixtralForCausalLM", "mixtral")
+EVERY_EXPERT = "*"
+"""Stands for an expert's number in the name of a tensor that holds all of a layer."""
 _TOP = {"token_embd": "model.embed_tokens", "output": "lm_head", "output_norm": "model.norm"}
 _LAYER = {
     "attn_norm": "input_layernorm",
@@ -32,9 +38,16 @@ _LAYER = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": f"mlp.experts.{EVERY_EXPERT}.gate_proj",
+    "ffn_up_exps": f"mlp.experts.{EVERY_EXPERT}.up_proj",
+    "ffn_down_exps": f"mlp.experts.{EVERY_EXPERT}.down_proj",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
 }
-# Keys whose meaning the configurations served cannot carry: serving without them would be wrong.
-_EXPERTS = "expert_count"
+# A key whose meaning the configurations served cannot carry: serving without it would be wrong.
 _TEMPERATURE = "attention.temperature_scale"
 
 
@@ -80,10 +93,6 @@ def config_from_metadata(
             raise CheckpointError(f"GGUF metadata {architecture}.{key} is {value!r}, a positive integer was expected")
         return value
 
-    if optional(_EXPERTS):
-        raise UnsupportedModelError(
-            f"the GGUF file has {optional(_EXPERTS)} experts, only dense models are served: use another model"
-        )
     if optional(_TEMPERATURE):
         raise UnsupportedModelError(
             f"the GGUF file says {architecture}.{_TEMPERATURE} {optional(_TEMPERATURE)!r}, attention of that kind is "
@@ -100,7 +109,8 @@ def config_from_metadata(
         raise UnsupportedModelError(
             f"the GGUF file rotates {rotary} of {head_dim} head dimensions, only all are served: use another model"
         )
-    class_name, model_type = ARCHITECTURES[architecture]
+    mixture = mixture_fields(architecture, optional, shapes)
+    class_name, model_type = _MIXTRAL if architecture == "llama" and mixture else ARCHITECTURES[architecture]
     theta = optional("rope.freq_base") or 10000.0
     if not isinstance(theta, int | float) or not theta > 0:
         raise CheckpointError(
@@ -124,6 +134,7 @@ def config_from_metadata(
         "attention_bias": "blk.0.attn_q.bias" in shapes,
         "bos_token_id": read("tokenizer.ggml.bos_token_id"),
         "eos_token_id": read("tokenizer.ggml.eos_token_id"),
+        **mixture,
     }
     if config["rms_norm_eps"] is None:
         raise CheckpointError(

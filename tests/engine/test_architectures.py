@@ -18,6 +18,7 @@ from tests.models.tiny import save_tiny
 
 LENGTHS = (3, 16, 17, 33, 64, 60)
 WINDOW = 24
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,8 @@ def greedy(model: PreTrainedModel, prompt: list[int], count: int) -> list[int]:
         ("granite", {"residual_multiplier": 0.3, "attention_multiplier": 0.2}),
         ("smollm3", {"no_rope_layer_interval": 2}),
         ("gemma3", {"sliding_window": WINDOW, "tie_word_embeddings": True, "sliding_window_pattern": 2}),
+        ("mixtral", {"num_local_experts": 8, "head_dim": None}),
+        ("qwen2_moe", EXPERTS | {"shared_expert_intermediate_size": 96, "mlp_only_layers": [0]}),
         ("ministral", {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}),
     ],
     ids=lambda param: param[0],

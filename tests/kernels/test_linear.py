@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from appliance.errors import UnsupportedModelError
-from appliance.kernels import cpu_int4, cpu_onednn, registry
+from appliance.kernels import cpu_int4, cpu_onednn, dequantize, registry
 from appliance.kernels.reference.linear import linear as reference
 from appliance.kernels.registry import KERNELS, NoKernelError, plan_linear
 from appliance.kernels.spec import LinearSpec, Phase, Target
@@ -91,7 +91,7 @@ def test_kernels_equal_the_reference(name: str, keep_dense: bool, dtype: torch.d
     if dtype == torch.bfloat16 and name in WEIGHTS:
         expected.add("cpu_int4")
     if keep_dense:
-        expected |= {"dense", "cpu_onednn"} if dtype == torch.bfloat16 else {"dense"}
+        expected |= {"dense", "cpu_onednn"}
     assert ran == expected
 
 
@@ -120,14 +120,37 @@ def test_int4_row_does_not_depend_on_its_neighbours(weight: QuantizedWeight) -> 
         assert torch.equal(kernel(x[row : row + 1])[0], together[row])
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 @pytest.mark.parametrize(("K", "N"), [(576, 960), (1536, 576), (96, 13)])
-def test_dense_row_does_not_depend_on_its_neighbours(K: int, N: int) -> None:
-    """Neither does a bf16 prefill row, single or not."""
-    kernel = cpu_onednn.pack(torch.randn(N, K, generator=torch.Generator().manual_seed(2)), torch.bfloat16)
-    x = torch.randn(64, K, generator=torch.Generator().manual_seed(3)).bfloat16()
+def test_dense_row_does_not_depend_on_its_neighbours(K: int, N: int, dtype: torch.dtype) -> None:
+    """Neither does a dense row, single or not, in batches of every size and however threads share them."""
+    kernel = cpu_onednn.pack(torch.randn(N, K, generator=torch.Generator().manual_seed(2)), dtype)
+    x = torch.randn(64, K, generator=torch.Generator().manual_seed(3)).to(dtype)
     together = kernel(x)
-    for start, stop in (*((row, row + 1) for row in range(64)), (3, 5), (7, 24), (31, 64)):
-        assert torch.equal(kernel(x[start:stop]), together[start:stop])
+    threads = torch.get_num_threads()
+    try:
+        for count in (1, 2):
+            torch.set_num_threads(count)
+            for start, stop in (*((row, row + 1) for row in range(64)), *((3, 3 + rows) for rows in range(2, 61))):
+                assert torch.equal(kernel(x[start:stop]), together[start:stop])
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_dequantised_row_does_not_depend_on_its_neighbours(threads: int) -> None:
+    """Single rows are many where experts share a prompt's rows. In these shapes oneDNN treats one alone otherwise."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for K, N in ((1408, 2048), (2048, 1536)):
+            kernel = dequantize.pack(random_weight(K, N, 64), torch.bfloat16)
+            x = torch.randn(17, K, generator=torch.Generator().manual_seed(3)).bfloat16()
+            together = kernel(x)
+            for start, stop in ((0, 1), (5, 6), (16, 17), (3, 5), (2, 11)):
+                assert torch.equal(kernel(x[start:stop]), together[start:stop])
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_mixed_step_runs_each_row_by_its_phase() -> None:
@@ -198,7 +221,7 @@ def test_plan_on_a_card(spec: LinearSpec, dtype: torch.dtype, kernel: str) -> No
 def test_exact_mode_is_one_dense_kernel() -> None:
     plan = plan_linear(LinearSpec(64, 32, 4, 32), Target("cpu", torch.float32, True))
     assert plan.decode is plan.prefill
-    assert plan.decode.name == "dense"
+    assert plan.decode.name == "cpu_onednn"
     assert {entry.name for entry in KERNELS if Phase.PREFILL in entry.phases} >= {"dense", "dequantize"}
 
 

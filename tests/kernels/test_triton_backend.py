@@ -31,6 +31,13 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3_5": {},
     "smollm3": {"no_rope_layer_interval": 2},
     "qwen2-window": {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1},
+    "qwen2_moe": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 32,
+        "mlp_only_layers": [0],
+    },
 }
 DTYPES = ["float32", "float16"]
 

@@ -103,25 +103,27 @@ def read(architecture: str, **fields: Any) -> ModelConfig:
     return read_model_config({**SHAPE, **fields}, architecture)
 
 
-def windows(config: ModelConfig) -> tuple[int | None, ...]:
-    """Of each layer."""
-    by_layer = {layer: group.window for group in config.cache_groups for layer in group.layers}
-    return tuple(by_layer[layer] for layer in range(config.num_layers))
+def test_a_mixtral_without_window_or_theta_has_none_and_1e6() -> None:
+    assert read("MixtralForCausalLM").windows == (None,) * 4
+    assert read("MixtralForCausalLM", sliding_window=8).windows == (8,) * 4
+    assert read("MixtralForCausalLM").rope.theta == 1e6
+    assert read("MixtralForCausalLM", rope_theta=5e5).rope.theta == 5e5
+    assert read("MixtralForCausalLM", rope_parameters={"rope_theta": 5e5}).rope.theta == 5e5
 
 
 def test_a_mistral_slides_unless_null_says_otherwise() -> None:
-    assert windows(read("MistralForCausalLM")) == (4096,) * 4
-    assert windows(read("MistralForCausalLM", sliding_window=None)) == (None,) * 4
-    assert windows(read("LlamaForCausalLM", sliding_window=8)) == (None,) * 4
+    assert read("MistralForCausalLM").windows == (4096,) * 4
+    assert read("MistralForCausalLM", sliding_window=None).windows == (None,) * 4
+    assert read("LlamaForCausalLM", sliding_window=8).windows == (None,) * 4
 
 
 @pytest.mark.parametrize("architecture", ["Qwen2ForCausalLM", "Qwen3ForCausalLM"])
 def test_a_qwen_slides_only_on_request_and_from_a_layer_on(architecture: str) -> None:
     window = {"sliding_window": 131072, "max_window_layers": 3}
-    assert windows(read(architecture, **window)) == (None,) * 4
-    assert windows(read(architecture, **window, use_sliding_window=False)) == (None,) * 4
-    assert windows(read(architecture, **window, use_sliding_window=True)) == (None, None, None, 131072)
-    assert windows(read(architecture, use_sliding_window=True)) == (None,) * 4  # max_window_layers 28
+    assert read(architecture, **window).windows == (None,) * 4
+    assert read(architecture, **window, use_sliding_window=False).windows == (None,) * 4
+    assert read(architecture, **window, use_sliding_window=True).windows == (None, None, None, 131072)
+    assert read(architecture, use_sliding_window=True).windows == (None,) * 4  # max_window_layers 28
     with pytest.raises(CheckpointError, match=r"'layer_types' is .*no window is used"):
         read(architecture, **window, layer_types=["sliding_attention"] * 4)
 
@@ -222,18 +224,19 @@ def test_layers_of_a_window_form_a_group() -> None:
     config = read("MistralForCausalLM", sliding_window=8, layer_types=types)
     assert config.cache_groups == (CacheGroup((0, 3)), CacheGroup((1, 2), 8))
     assert [group.kind for group in config.cache_groups] == [CacheKind.FULL, CacheKind.SLIDING]
-    assert windows(config) == (None, 8, 8, None)
+    assert config.windows == (None, 8, 8, None)
 
 
 def test_biases_and_norms_are_the_architectures_own() -> None:
     found = {name: read(name, attention_bias=False) for name in MODELS if name.endswith("CausalLM")}
-    assert [name for name, config in found.items() if config.qkv_bias] == ["Qwen2ForCausalLM"]
+    assert [name for name, config in found.items() if config.qkv_bias] == ["Qwen2ForCausalLM", "Qwen2MoeForCausalLM"]
     assert read("GlmForCausalLM").qkv_bias
     assert read("Glm4ForCausalLM").qkv_bias
     assert [name for name, config in found.items() if config.qk_norm] == [
         "Gemma3ForCausalLM",
         "Qwen3ForCausalLM",
         "Qwen3_5ForCausalLM",
+        "Qwen3MoeForCausalLM",
     ]
     assert not any(config.output_bias or config.mlp_bias for config in found.values())
     assert found["Qwen3ForCausalLM"].head_dim == 128

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from appliance.config import EngineConfig
 from appliance.engine.model_runner import ModelRunner
 from appliance.errors import CheckpointError
+from appliance.models.mlp import Mlp
 from appliance.models.self_attention import SelfAttention
 from tests.models.test_logits import assert_close, make_request, run
 from tests.models.tiny import save_tiny
@@ -30,7 +31,8 @@ def test_a_layer_that_is_one_on_disk_stays_one(tmp_path: Path, factor: float, is
     layer = open_runner(tmp_path).model.layers[0]
     assert isinstance(layer.mixer, SelfAttention)
     assert [part.name for part in layer.mixer.qkv.parts] == ["model.layers.0.self_attn.qkv_proj"]
-    assert [part.name for part in layer.gate_up.parts] == ["model.layers.0.mlp.gate_up_proj"]
+    assert isinstance(layer.mlp, Mlp)
+    assert [part.name for part in layer.mlp.gate_up.parts] == ["model.layers.0.mlp.gate_up_proj"]
     assert layer.mixer.qkv.parts[0].plan.spec.bits == (4 if is_quantized else 32)
 
 

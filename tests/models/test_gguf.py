@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
+from torch import Tensor
 
 from appliance.config import EngineConfig
 from appliance.engine.model_runner import ModelRunner
 from appliance.quant.checkpoint import open_checkpoint
+from appliance.quant.formats.canonical import save_canonical
 from tests.models.test_logits import assert_close, make_request, run
 from tests.models.tiny import FAMILIES
 from tests.quant.gguf_writer import (
@@ -24,6 +26,7 @@ from tests.quant.gguf_writer import (
     interleave,
     llama3_factors,
     mixed,
+    mixture,
     weights,
     write_gguf,
 )
@@ -39,20 +42,33 @@ def add_what_differs(tensors: dict[str, Any], architecture: str, shape: Shape) -
             stem = f"blk.{layer}.attn_{name}"
             if architecture in ("llama", "mistral3") and name != "v":
                 tensors[f"{stem}.weight"] = interleave(tensors[f"{stem}.weight"], heads)
-            if architecture == "qwen2":
+            if architecture in ("qwen2", "qwen2moe"):
                 tensors[f"{stem}.bias"] = generator.standard_normal(heads * shape.head_dim, dtype=np.float32)
-            if architecture == "qwen3" and name != "v":
+            if architecture in ("qwen3", "qwen3moe") and name != "v":
                 tensors[f"{stem}_norm.weight"] = generator.standard_normal(shape.head_dim, dtype=np.float32)
 
 
-def assert_logits_equal_transformers(path: Path, architecture: str, rope: dict[str, Any] | None = None) -> None:
+def stacked(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """With the experts of each layer in one tensor, as transformers has them."""
+    plain = {name: tensor for name, tensor in state.items() if ".experts." not in name}
+    for prefix in {name.partition(".experts.")[0] + ".experts" for name in state if ".experts." in name}:
+        count = sum(name.startswith(prefix) for name in state) // 3
+        gate, up, down = (
+            torch.stack([state[f"{prefix}.{index}.{part}_proj.weight"] for index in range(count)])
+            for part in ("gate", "up", "down")
+        )
+        plain |= {f"{prefix}.gate_up_proj": torch.cat([gate, up], 1), f"{prefix}.down_proj": down}
+    return plain
+
+
+def assert_logits_equal_transformers(path: Path, rope: dict[str, Any] | None = None) -> None:
     """transformers' own model of the dequantised weights; rope: what the file's scaling means to it."""
     checkpoint = open_checkpoint(path)
-    make_config, make_model = FAMILIES["mistral" if architecture == "mistral3" else architecture]
+    make_config, make_model = FAMILIES[checkpoint.config["model_type"]]
     config = {key: value for key, value in checkpoint.config.items() if key not in ("rope_theta", "rope_scaling")}
     parameters = {"rope_type": "default", "rope_theta": 50000.0, **(rope or {})}
     reference = make_model(make_config(**{**config, "attention_bias": False, "rope_parameters": parameters}))
-    state = {name: checkpoint.tensor(name).float() for name in checkpoint.names()}
+    state = stacked({name: checkpoint.tensor(name).float() for name in checkpoint.names()})
     missing, unexpected = reference.load_state_dict(state, strict=False)
     assert (missing, unexpected) == (["lm_head.weight"], [])
     reference.tie_weights()
@@ -73,7 +89,7 @@ def test_logits_equal_transformers(tmp_path: Path, architecture: str) -> None:
     kinds = {f"blk.{layer}.{name}.weight": Kind.Q4_1 for layer in range(LAYERS) for name in MATRICES}
     kinds["token_embd.weight"] = Kind.Q8_0
     path = write_gguf(tmp_path / "m.gguf", tensors, kinds, architecture=architecture)
-    assert_logits_equal_transformers(path, architecture)
+    assert_logits_equal_transformers(path)
 
 
 @pytest.mark.parametrize("architecture", ["llama", "mistral3", "qwen2", "qwen3"])
@@ -83,7 +99,7 @@ def test_logits_of_mixed_files_equal_transformers(tmp_path: Path, architecture: 
     tensors, kinds = mixed(most, few)
     add_what_differs(tensors, architecture, LARGE)
     path = write_gguf(tmp_path / "m.gguf", tensors, kinds, architecture=architecture, shape=LARGE)
-    assert_logits_equal_transformers(path, architecture)
+    assert_logits_equal_transformers(path)
 
 
 def test_logits_of_scaled_rotary_frequencies_equal_transformers(tmp_path: Path) -> None:
@@ -93,7 +109,7 @@ def test_logits_of_scaled_rotary_frequencies_equal_transformers(tmp_path: Path) 
     tensors: dict[str, Any] = {name: tensor * 0.3 for name, tensor in weights().items()}
     add_what_differs(tensors, "llama", SMALL)
     tensors["rope_freqs.weight"] = llama3_factors(SMALL.head_dim, 50000.0, 8.0)
-    assert_logits_equal_transformers(write_gguf(tmp_path / "m.gguf", tensors, {}), "llama", rope)
+    assert_logits_equal_transformers(write_gguf(tmp_path / "m.gguf", tensors, {}), rope)
 
 
 @pytest.mark.parametrize("kind", ["linear", "yarn"])
@@ -105,4 +121,34 @@ def test_logits_of_scaled_positions_equal_transformers(tmp_path: Path, kind: str
     tensors: dict[str, Any] = {name: tensor * 0.3 for name, tensor in weights().items()}
     add_what_differs(tensors, "qwen2", SMALL)
     path = write_gguf(tmp_path / "m.gguf", tensors, {}, architecture="qwen2", metadata=metadata)
-    assert_logits_equal_transformers(path, "qwen2", rope)
+    assert_logits_equal_transformers(path, rope)
+
+
+def write_mixture(path: Path, architecture: str, kind: Kind) -> Path:
+    """Mixtral's files say llama; the first layer of the others is dense."""
+    tensors: dict[str, Any] = {name: tensor * 0.3 for name, tensor in weights().items()}
+    add_what_differs(tensors, architecture, SMALL)
+    for layer in range(0 if architecture == "llama" else 1, LAYERS):
+        mixture(tensors, layer, has_shared=architecture == "qwen2moe")
+    kinds = {name: kind for name, tensor in tensors.items() if tensor.ndim > 1 and "inp" not in name}
+    metadata = {"expert_count": 8, "expert_used_count": 3}
+    return write_gguf(path, tensors, kinds, architecture=architecture, metadata=metadata)
+
+
+@pytest.mark.parametrize("kind", [Kind.Q4_1, Kind.Q8_0, Kind.F16, Kind.BF16])
+@pytest.mark.parametrize("architecture", ["llama", "qwen2moe", "qwen3moe"])
+def test_logits_of_mixtures_equal_transformers(tmp_path: Path, architecture: str, kind: Kind) -> None:
+    path = write_mixture(tmp_path / "m.gguf", architecture, kind)
+    config = open_checkpoint(path).config
+    assert config["num_experts"] == 8
+    assert config["norm_topk_prob"] is (architecture == "qwen3moe")
+    assert_logits_equal_transformers(path)
+
+
+def test_a_converted_mixture_is_the_same(tmp_path: Path) -> None:
+    original = open_checkpoint(write_mixture(tmp_path / "m.gguf", "qwen2moe", Kind.Q4_1))
+    save_canonical(original, tmp_path / "copy")
+    copy = open_checkpoint(tmp_path / "copy")
+    assert copy.config == original.config
+    assert copy.names() == original.names()
+    assert all(torch.equal(copy.tensor(name), original.tensor(name)) for name in copy.names())

@@ -21,6 +21,17 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 0]}
 MIXED = ["sliding_attention", "full_attention"]
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
+MIXTRAL = {"num_local_experts": 8, "head_dim": None}
+SHARED = EXPERTS | {"shared_expert_intermediate_size": 96}
+
+
+def mixed_experts(module: str) -> int:
+    """Routers and experts of every kind: plain, at 4 and at 8 bits, one expert's own modules unlike each other."""
+    if ".experts." in module:
+        return {"0": 0, "1": 8}.get(module.split(".")[-2], 4) if not module.endswith("7.up_proj") else 8
+    return 0 if module.endswith(("lm_head", ".shared_expert_gate")) else 4
+
 
 MULTIPLIERS = {
     "embedding_multiplier": 12.0,
@@ -102,6 +113,24 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "smollm3-interval": {"no_rope_layer_interval": 2},
     "smollm3-listed_gptq": {"no_rope_layers": [0, 1, 1], "is_quantized": True, "tie_word_embeddings": True},
     "smollm3-window": {"no_rope_layers": [0, 1], "use_sliding_window": True, "sliding_window": 24},
+    "mixtral": MIXTRAL,
+    "mixtral-stacked": MIXTRAL | {"is_stacked": True},
+    "mixtral-window": MIXTRAL | {"sliding_window": 24},
+    "mixtral-gptq": MIXTRAL | {"is_quantized": True},
+    "qwen2_moe": SHARED,
+    "qwen2_moe-normalized": SHARED | {"norm_topk_prob": True, "qkv_bias": False},
+    "qwen2_moe-stacked_and_dense": SHARED | {"is_stacked": True, "mlp_only_layers": [0]},
+    "qwen2_moe-window": SHARED | {"use_sliding_window": True, "sliding_window": 24},
+    "qwen2_moe-gptq": SHARED | {"is_quantized": True},
+    "qwen2_moe-gptq_mixed": SHARED | {"is_quantized": True, "bits_of": mixed_experts},
+    "qwen3_moe": EXPERTS | {"norm_topk_prob": True},
+    "qwen3_moe-stacked": EXPERTS | {"is_stacked": True},
+    "qwen3_moe-dense_layer": EXPERTS | {"decoder_sparse_step": 2},
+    "qwen3_moe-named_dense_layer": EXPERTS | {"mlp_only_layers": [1]},
+    "qwen3_moe-all_experts": EXPERTS | {"num_experts_per_tok": 8},
+    "qwen3_moe-window": EXPERTS | {"use_sliding_window": True, "sliding_window": 24},
+    "qwen3_moe-gptq": EXPERTS | {"norm_topk_prob": True, "is_quantized": True},
+    "qwen3_moe-gptq_mixed": EXPERTS | {"is_quantized": True, "bits_of": mixed_experts},
 }
 
 

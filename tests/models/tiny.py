@@ -33,18 +33,24 @@ from transformers import (
     Mistral3ForConditionalGeneration,
     MistralConfig,
     MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     Phi3Config,
     Phi3ForCausalLM,
     PixtralVisionConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
     Qwen3_5Config,
     Qwen3_5ForCausalLM,
     Qwen3_5ForConditionalGeneration,
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
     SiglipVisionConfig,
     SmolLM3Config,
     SmolLM3ForCausalLM,
@@ -101,18 +107,25 @@ FAMILIES: dict[str, tuple[Any, Any]] = {
     "mistral3": (_mistral3, Mistral3ForConditionalGeneration),
     "mistral": (MistralConfig, MistralForCausalLM),
     "phi3": (Phi3Config, Phi3ForCausalLM),
+    "mixtral": (MixtralConfig, MixtralForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    "qwen2_moe": (Qwen2MoeConfig, Qwen2MoeForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
     "qwen3_5": (_qwen3_5, Qwen3_5ForCausalLM),
     "qwen3_5_that_sees": (_qwen3_5_that_sees, Qwen3_5ForConditionalGeneration),
     "smollm3": (SmolLM3Config, SmolLM3ForCausalLM),
+    "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
 }
 GROUP_SIZE = 32
 
 
+ROUTER = ".gate"
+"""What the name of a router ends with."""
+
+
 def layers_at_4_bits(module: str) -> int:
-    """All of the text part but lm_head and the small gates of gated delta layers, which stay plain."""
-    is_plain = module.endswith(("lm_head", "in_proj_a", "in_proj_b"))
+    """All of the text part but lm_head, routers and the small gates of shared experts and gated delta layers."""
+    is_plain = module.endswith(("lm_head", ROUTER, ".shared_expert_gate", "in_proj_a", "in_proj_b"))
     return 0 if is_plain or any(part in module for part in ("vision", "visual", "projector")) else 4
 
 
@@ -122,11 +135,13 @@ def save_tiny(
     *,
     is_quantized: bool = False,
     bits_of: Callable[[str], int] = layers_at_4_bits,
+    is_stacked: bool = False,
     seed: int = 0,
     **overrides: Any,
 ) -> PreTrainedModel:
     """Write a two-layer random model (float32, or quantised to GPTQ) and return transformers' own, float32, of the
-    weights that the file stands for. bits_of: bits of each linear module when quantised, 0 for plain.
+    weights that the file stands for. bits_of: bits of each linear module when quantised, 0 for plain; is_stacked:
+    plain experts are saved as transformers holds them, all of a layer in one tensor.
     """
     torch.manual_seed(seed)
     settings: dict[str, Any] = {
@@ -153,7 +168,7 @@ def save_tiny(
             if parameter.ndim == 1:
                 parameter.add_(0.2 * torch.randn_like(parameter))
             assert parameter.isfinite().all(), name
-    model.save_pretrained(folder)
+    model.save_pretrained(folder, save_original_format=not is_stacked)
     if is_quantized:
         _save_quantized(folder, model, bits_of)
     return model
@@ -166,27 +181,46 @@ def save_tiny_llama(folder: Path, seed: int = 0, **overrides: Any) -> PreTrained
 def _save_quantized(folder: Path, model: PreTrainedModel, bits_of: Callable[[str], int]) -> None:
     """Round the linear modules to asymmetric groups, in the model and in the folder; `dynamic` names exceptions."""
     tensors = dict(model.state_dict())
+    linears = linear_weights(model)
+    # Routers and experts under the names that checkpoints have.
+    tensors = {name: t for name, t in tensors.items() if ".experts." not in name and f"{ROUTER}.weight" not in name}
+    tensors |= {f"{name}.weight": weight for name, weight in linears.items()}
     if model.config.tie_word_embeddings:
         del tensors["lm_head.weight"]
-    linears = {name: module for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
     usual = Counter(bits for bits in map(bits_of, linears) if bits).most_common(1)[0][0]
     dynamic: dict[str, dict[str, int]] = {}
-    for name, module in linears.items():
+    for name, weight in linears.items():
         bits = bits_of(name)
         if bits != usual:
             pattern = f"{re.escape(name)}$"
             dynamic |= {pattern: {"bits": bits}} if bits else {f"-:{pattern}": {}}
         if bits:
-            order = torch.arange(module.in_features) // GROUP_SIZE
-            codes, zeros, scales = round_to_groups(module.weight.detach().t(), bits)
+            order = torch.arange(weight.shape[1]) // GROUP_SIZE
+            codes, zeros, scales = round_to_groups(weight.t(), bits)
             with torch.no_grad():
-                module.weight.copy_(exact_weight(codes, zeros, scales, order))
+                weight.copy_(exact_weight(codes, zeros, scales, order))
             tensors.pop(f"{name}.weight", None)
             tensors |= gptq_tensors(codes, gptqmodel_zero_words(zeros, bits), scales, order, name, bits)
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"] = gptq_config(GROUP_SIZE, bits=usual, dynamic=dynamic)
     (folder / "config.json").write_text(json.dumps(config))
+
+
+def linear_weights(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Views of all linear modules' weights [N, K], of experts one by one, under the names that checkpoints have."""
+    is_mixtral = model.config.model_type == "mixtral"
+    parts = ("w1", "w3", "w2") if is_mixtral else ("gate_proj", "up_proj", "down_proj")
+    weights: dict[str, Tensor] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear) or name.endswith(ROUTER):
+            weights[name] = module.weight.detach()
+        elif name.endswith(".mlp.experts"):
+            for index, (gate_up, down) in enumerate(zip(module.gate_up_proj, module.down_proj, strict=True)):
+                gate, up = gate_up.detach().chunk(2)
+                for part, weight in zip(parts, (gate, up, down.detach()), strict=True):
+                    weights[f"{name}.{index}.{part}"] = weight
+    return {n.replace(".mlp.", ".block_sparse_moe."): w for n, w in weights.items()} if is_mixtral else weights
 
 
 def round_to_groups(weight: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -66,6 +66,24 @@ def weights(seed: int = 0, shape: Shape = SMALL) -> dict[str, Array]:
     return tensors
 
 
+def mixture(tensors: dict[str, Any], layer: int, experts: int = 8, size: int = 32, has_shared: bool = False) -> None:
+    """Puts experts in the place of a layer's MLP, which becomes the shared one or goes."""
+    generator = np.random.default_rng(layer)
+
+    def matrix(*shape: int) -> Array:
+        return generator.standard_normal(shape, dtype=np.float32) * np.float32(0.3)
+
+    stem = f"blk.{layer}.ffn"
+    for part, shape in (("gate", (size, SMALL.hidden)), ("up", (size, SMALL.hidden)), ("down", (SMALL.hidden, size))):
+        dense = tensors.pop(f"{stem}_{part}.weight")
+        if has_shared:
+            tensors[f"{stem}_{part}_shexp.weight"] = dense
+        tensors[f"{stem}_{part}_exps.weight"] = matrix(experts, *shape)
+    tensors[f"{stem}_gate_inp.weight"] = matrix(experts, SMALL.hidden)
+    if has_shared:
+        tensors[f"{stem}_gate_inp_shexp.weight"] = matrix(SMALL.hidden)
+
+
 def random_blocks(shape: tuple[int, int], kind: Kind, seed: int) -> Blocks:
     """[N, bytes]: a matrix [N, K] of a type of blocks of 256, which the package does not write: random bits, tame
     scales."""

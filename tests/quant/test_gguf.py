@@ -198,7 +198,9 @@ def test_a_tensor_type_not_served_is_refused_by_name(tmp_path: Path, kind: Kind,
     ("architecture", "metadata", "extra", "said"),
     [
         ("mamba", {}, None, "architecture is 'mamba', served are llama"),
-        ("llama", {"expert_count": 8}, None, "8 experts, only dense"),
+        ("qwen3", {"expert_count": 8}, None, "8 experts, qwen3 is served without"),
+        ("llama", {"expert_count": 8}, None, r"8 experts in tensors blk\.N\.ffn_gate_exps\.weight .* found none"),
+        ("qwen3moe", {"expert_count": 8, "expert_gating_func": 2}, None, "expert_gating_func 2, a mixture of experts"),
         ("llama", {"rope.dimension_count": 8}, None, "rotates 8 of 16"),
         ("llama", {}, "rope_freqs.weight", r"rope_freqs\.weight are not those of Llama 3 scaled by 2"),
         ("llama", {"rope.scaling.type": "longrope"}, None, "rotary scaling is 'longrope', linear and plain yarn"),
@@ -232,6 +234,26 @@ def test_what_the_configuration_cannot_carry_is_refused(
     path = write_gguf(tmp_path / "m.gguf", tensors, {}, architecture=architecture, metadata=metadata)
     with pytest.raises(CheckpointError, match=said):
         open_checkpoint(path)
+
+
+def test_damaged_stacks_of_experts_are_refused(tmp_path: Path) -> None:
+    metadata: dict[str, int | float | str] = {"expert_count": 8, "expert_used_count": 2}
+
+    def opened(change: dict[str, Any], metadata: dict[str, int | float | str] = metadata) -> None:
+        tensors: dict[str, Any] = weights()
+        for layer in range(gguf_writer.LAYERS):
+            gguf_writer.mixture(tensors, layer)
+        path = write_gguf(tmp_path / "m.gguf", tensors | change, {}, metadata=metadata)
+        open_checkpoint(path)
+
+    opened({})
+    gate, up = "blk.1.ffn_gate_exps.weight", "blk.1.ffn_up_exps.weight"
+    with pytest.raises(CheckpointError, match=r"8 experts in .* found blk\.1\.ffn_gate_exps\.weight \[6, 32, 64\]"):
+        opened({gate: np.zeros((6, 32, 64), dtype=np.float32)})
+    with pytest.raises(UnsupportedModelError, match=r"ffn_up_exps\.weight is F32 \[256, 64\], .*: use another file"):
+        opened({up: np.zeros((256, 64), dtype=np.float32)})
+    with pytest.raises(CheckpointError, match="expert_used_count is missing"):
+        opened({}, {"expert_count": 8})
 
 
 def test_one_part_of_a_split_model_is_refused(tmp_path: Path) -> None:
