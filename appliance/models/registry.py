@@ -20,6 +20,7 @@ from appliance.models.qwen2 import qwen2
 from appliance.models.qwen2_moe import qwen2_moe
 from appliance.models.qwen3 import qwen3
 from appliance.models.qwen3_5 import qwen3_5, qwen3_5_text_part
+from appliance.models.qwen3_5_moe import qwen3_5_moe, qwen3_5_moe_text_part
 from appliance.models.qwen3_moe import qwen3_moe
 from appliance.models.smollm3 import smollm3
 
@@ -42,6 +43,8 @@ MODELS: dict[str, Callable[[ConfigFields], ModelConfig]] = {
     "Qwen3ForCausalLM": qwen3,
     "Qwen3_5ForCausalLM": qwen3_5,
     "Qwen3_5ForConditionalGeneration": qwen3_5_text_part,
+    "Qwen3_5MoeForCausalLM": qwen3_5_moe,
+    "Qwen3_5MoeForConditionalGeneration": qwen3_5_moe_text_part,
     "Qwen3MoeForCausalLM": qwen3_moe,
     "SmolLM3ForCausalLM": smollm3,
 }

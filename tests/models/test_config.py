@@ -13,6 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from appliance.errors import CheckpointError, UnsupportedModelError
 from appliance.models.cache_group import CacheGroup, CacheKind
 from appliance.models.config import ModelConfig
+from appliance.models.mixture_config import MixtureConfig
 from appliance.models.registry import MODELS, REMOTE_CODE, architecture_of, read_model_config
 from appliance.models.rope import RotaryTable, inverse_frequencies
 from appliance.models.rope_config import LinearScaling, RopeConfig
@@ -236,6 +237,7 @@ def test_biases_and_norms_are_the_architectures_own() -> None:
         "Gemma3ForCausalLM",
         "Qwen3ForCausalLM",
         "Qwen3_5ForCausalLM",
+        "Qwen3_5MoeForCausalLM",
         "Qwen3MoeForCausalLM",
     ]
     assert not any(config.output_bias or config.mlp_bias for config in found.values())
@@ -375,3 +377,9 @@ def test_the_text_part_of_a_qwen3_5_is_tied_where_the_whole_says_so() -> None:
     assert config.is_text_part
     assert config.tie_word_embeddings
     assert (config.vocab_size, config.head_dim, config.recurrent_layers) == (248320, 256, (0, 1, 2))
+
+
+def test_every_layer_of_a_qwen3_5_mixture_has_experts_and_a_shared_one() -> None:
+    config = read_model_config({"num_hidden_layers": 4}, "Qwen3_5MoeForCausalLM")
+    assert config.mixture == MixtureConfig(frozenset(range(4)), 256, 8, 512, True, 512)
+    assert (config.hidden_size, config.num_kv_heads, config.recurrent_layers) == (2048, 2, (0, 1, 2))

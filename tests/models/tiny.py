@@ -46,6 +46,10 @@ from transformers import (
     Qwen3_5Config,
     Qwen3_5ForCausalLM,
     Qwen3_5ForConditionalGeneration,
+    Qwen3_5MoeConfig,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeForConditionalGeneration,
+    Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
@@ -78,7 +82,7 @@ def _mistral3(**text: Any) -> Mistral3Config:
     return Mistral3Config(text_config=MistralConfig(**text), vision_config=vision, tie_word_embeddings=False)
 
 
-def _qwen3_5(**text: Any) -> Qwen3_5TextConfig:
+def _with_hybrid_defaults(text: dict[str, Any]) -> dict[str, Any]:
     defaults = {
         "layer_types": ["linear_attention", "full_attention"],
         "linear_num_key_heads": 2,
@@ -87,12 +91,28 @@ def _qwen3_5(**text: Any) -> Qwen3_5TextConfig:
         "linear_value_head_dim": 8,
         "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.25, "mrope_section": [1, 1, 0]},
     }
-    return Qwen3_5TextConfig(**{**defaults, **text})
+    return {**defaults, **text}
+
+
+HYBRID_VISION = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64}
+
+
+def _qwen3_5(**text: Any) -> Qwen3_5TextConfig:
+    return Qwen3_5TextConfig(**_with_hybrid_defaults(text))
 
 
 def _qwen3_5_that_sees(**text: Any) -> Qwen3_5Config:
-    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64}
-    return Qwen3_5Config(text_config=_qwen3_5(**text).to_dict(), vision_config=vision, tie_word_embeddings=False)
+    parts: dict[str, Any] = {"text_config": _qwen3_5(**text).to_dict(), "vision_config": HYBRID_VISION}
+    return Qwen3_5Config(**parts, tie_word_embeddings=False)
+
+
+def _qwen3_5_moe(**text: Any) -> Qwen3_5MoeTextConfig:
+    return Qwen3_5MoeTextConfig(**_with_hybrid_defaults(text))
+
+
+def _qwen3_5_moe_that_sees(**text: Any) -> Qwen3_5MoeConfig:
+    parts: dict[str, Any] = {"text_config": _qwen3_5_moe(**text).to_dict(), "vision_config": HYBRID_VISION}
+    return Qwen3_5MoeConfig(**parts, tie_word_embeddings=False)
 
 
 FAMILIES: dict[str, tuple[Any, Any]] = {
@@ -112,6 +132,8 @@ FAMILIES: dict[str, tuple[Any, Any]] = {
     "qwen2_moe": (Qwen2MoeConfig, Qwen2MoeForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
     "qwen3_5": (_qwen3_5, Qwen3_5ForCausalLM),
+    "qwen3_5_moe": (_qwen3_5_moe, Qwen3_5MoeForCausalLM),
+    "qwen3_5_moe_that_sees": (_qwen3_5_moe_that_sees, Qwen3_5MoeForConditionalGeneration),
     "qwen3_5_that_sees": (_qwen3_5_that_sees, Qwen3_5ForConditionalGeneration),
     "smollm3": (SmolLM3Config, SmolLM3ForCausalLM),
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
