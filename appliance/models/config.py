@@ -116,9 +116,14 @@ class ModelConfig:
     @property
     def linear_parameters(self) -> int:
         """Parameters of all layers' matrices, every expert's included."""
-        attention = 2 * (self.num_heads + self.num_kv_heads) * self.head_dim
+        num_queries = self.num_heads * (3 if self.is_attention_gated else 2)
+        attention = (num_queries + 2 * self.num_kv_heads) * self.head_dim
+        num_recurrent = len(self.recurrent_layers)
+        mixers = (self.num_layers - num_recurrent) * attention
+        if self.gated_delta is not None:
+            mixers += num_recurrent * self.gated_delta.parameters_per_input
         widths = (3 * self.intermediate_size if m is None else m.parameters_per_input for m in self.mixtures)
-        return self.hidden_size * sum(attention + width for width in widths)
+        return self.hidden_size * (mixers + sum(widths))
 
     @property
     def mlp_row_values(self) -> int:

@@ -28,6 +28,11 @@ class GatedDeltaConfig:
         return self.num_value_heads * self.value_dim
 
     @property
+    def parameters_per_input(self) -> int:
+        """Parameters of a layer's matrices for each of the hidden_size inputs, or outputs."""
+        return self.num_channels + 2 * self.value_size + 2 * self.num_value_heads
+
+    @property
     def num_channels(self) -> int:
         """Of the convolution: q, k and v."""
         return 2 * self.key_size + self.value_size

@@ -1,4 +1,4 @@
-"""A gated delta layer in a model: rows are independent, and nothing of a slot's former owner is left."""
+"""A gated delta layer in a model: rows are independent, nothing of a slot's former owner is left, memory is counted."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from torch import Tensor
 
 from appliance.config import EngineConfig
 from appliance.engine.model_runner import ModelRunner
+from appliance.models.registry import read_model_config
+from appliance.quant.checkpoint import open_checkpoint
 from tests.models.test_logits import make_request, run
 from tests.models.tiny import save_tiny
 
@@ -36,3 +38,12 @@ def test_a_models_logits_are_bit_equal_alone_and_in_a_batch(tmp_path: Path) -> N
     for index in range(4):
         assert together[index].isfinite().all()
         assert torch.equal(logits([index])[0], together[index])
+
+
+def test_memory_counts_every_matrix(tmp_path: Path) -> None:
+    """Of a gated delta layer and of gated attention; transformers counts its own."""
+    theirs = save_tiny(tmp_path, "qwen3_5")
+    config = read_model_config(open_checkpoint(tmp_path).config, "Qwen3_5ForCausalLM")
+    layers = [module for name, module in theirs.named_modules() if ".layers." in name]
+    matrices = [module.weight.numel() for module in layers if isinstance(module, torch.nn.Linear)]
+    assert config.linear_parameters == sum(matrices)
