@@ -93,6 +93,8 @@ class MemoryUse:
     """Of all packed weights, counted."""
     kv_cache: int = 0
     """Of the whole KV pool; on a CPU a page is taken when it is first written."""
+    recurrent_state: int = 0
+    """Of the slots of recurrent state, in models that have it."""
     step_predicted: int = 0
     """Temporaries of the largest step, counted from the model's shapes."""
     step_measured: int | None = None

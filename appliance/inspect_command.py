@@ -94,9 +94,11 @@ def _facts(details: ModelDetails) -> Iterator[tuple[str, str]]:
     )
     if memory.max_model_len:
         tokens = memory.kv_cache // memory.kv_bytes_per_token
+        state = f" beside {size_text(memory.recurrent_state)} of recurrent state" if memory.recurrent_state else ""
         yield (
             "fits",
-            f"a KV cache of {size_text(memory.kv_cache)}, {tokens:,} tokens; contexts of {memory.max_model_len:,}",
+            f"a KV cache of {size_text(memory.kv_cache)}, {tokens:,} tokens{state}; "
+            f"contexts of {memory.max_model_len:,}",
         )
     else:
         yield "fits", "no: there is no room for the KV cache beside the weights"

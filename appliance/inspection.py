@@ -12,7 +12,14 @@ from pathlib import Path
 
 from appliance.config import EngineConfig
 from appliance.engine.describe import ModelFiles, describe_model
-from appliance.engine.kv_cache import GPU_RESERVE, bytes_per_block, plan_cache, pool_bytes_on_cpu, step_bytes
+from appliance.engine.kv_cache import (
+    GPU_RESERVE,
+    bytes_per_block,
+    plan_cache,
+    pool_bytes_on_cpu,
+    state_bytes,
+    step_bytes,
+)
 from appliance.engine.load_plan import device_of, name_of, plan_target
 from appliance.engine.memory import memory_of
 from appliance.errors import CheckpointError, UsageError
@@ -96,7 +103,7 @@ def _inspect(checkpoint: Checkpoint, files: ModelFiles, config: EngineConfig, sk
     free = available - reader.nbytes
     on_card = backend.device.type == "cuda"
     pool_bytes = free - step - GPU_RESERVE if on_card else pool_bytes_on_cpu(max(free, 0))
-    kv_cache = max_model_len = 0
+    kv_cache = recurrent_state = max_model_len = 0
     try:
         plan = plan_cache(config, model, target.dtype, free, pool_bytes)
     except UsageError as error:
@@ -104,6 +111,7 @@ def _inspect(checkpoint: Checkpoint, files: ModelFiles, config: EngineConfig, sk
     else:
         warnings += plan.warnings
         kv_cache = plan.layout.num_blocks * bytes_per_block(model, config.block_size, target.dtype)
+        recurrent_state = state_bytes(model, plan.num_state_slots, target.dtype)
         max_model_len = plan.max_model_len
     expected = ExpectedMemory(
         total=memory.total,
@@ -113,6 +121,7 @@ def _inspect(checkpoint: Checkpoint, files: ModelFiles, config: EngineConfig, sk
         kv_bytes_per_token=bytes_per_block(model, 1, target.dtype),
         kv_cache=kv_cache,
         max_model_len=max_model_len,
+        recurrent_state=recurrent_state,
     )
     details = describe_model(
         files,

@@ -94,6 +94,8 @@ class ExpectedMemory:
     """Of the pool that the settings and the memory give; 0 where the weights alone do not fit."""
     max_model_len: int
     """The longest context that the model and the pool allow."""
+    recurrent_state: int = 0
+    """Of the slots of recurrent state, in models that have it."""
 
 
 @dataclass(frozen=True, slots=True)

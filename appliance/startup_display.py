@@ -35,6 +35,8 @@ def ready_text(info: ModelInfo, settings: Settings, port: int) -> str:
 
 def _memory_text(memory: MemoryUse) -> str:
     parts = [f"weights {size_text(memory.weights)}", f"KV cache {size_text(memory.kv_cache)}"]
+    if memory.recurrent_state:
+        parts.append(f"recurrent state {size_text(memory.recurrent_state)}")
     if memory.step_measured is not None:
         parts.append(f"a step {size_text(memory.step_measured)} ({size_text(memory.step_predicted)} expected)")
     return (

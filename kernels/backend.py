@@ -16,6 +16,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from appliance.kernels.gated_delta import StateRows
+
 MIN_CAPABILITY = (8, 0)
 """Triton makes tensor-core code from Ampere on."""
 
@@ -36,8 +38,6 @@ class PagedLayout:
 
 class Attention(Protocol):
     """The attention of one step: built once, used by every layer. Rows are decodes first, then prefill chunks."""
-
-    num_decode: int
 
     def write(self, cache: Tensor, keys_and_values: Tensor) -> None:
         """Store a step's keys and values, [T, 2 * num_kv_heads, head_dim], keys first, in one layer's cache."""
@@ -84,6 +84,11 @@ class Backend(Protocol):
 
     def gelu_and_mul(self, x: Tensor) -> Tensor:
         """The same with gelu in its tanh form."""
+
+    def gated_delta_rule(
+        self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, states: Tensor, rows: StateRows
+    ) -> Tensor:
+        """o [T, Hv, Dv] float32, and the states of the rows' slots carried on (kernels/gated_delta.py)."""
 
     def attention(
         self,

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from appliance.kernels.backend import PagedLayout
 from appliance.kernels.cpu_attention import CpuAttention
+from appliance.kernels.gated_delta import StateRows, gated_delta_rule
 
 
 def _inverse_rms(x: Tensor, eps: float) -> Tensor:
@@ -44,6 +45,11 @@ class CpuBackend:
     def gelu_and_mul(self, x: Tensor) -> Tensor:
         gate, up = x.chunk(2, -1)
         return F.gelu(gate, approximate="tanh").mul_(up)
+
+    def gated_delta_rule(
+        self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, states: Tensor, rows: StateRows
+    ) -> Tensor:
+        return gated_delta_rule(q, k, v, decay, beta, states, rows)
 
     def attention(
         self,

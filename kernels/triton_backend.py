@@ -1,4 +1,4 @@
-"""A model's operations as Triton kernels. Run interpreted and compiled offline only."""
+"""A model's operations as Triton kernels, the gated delta rule excepted. Run interpreted and compiled offline only."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from appliance.kernels.backend import PagedLayout
+from appliance.kernels.gated_delta import StateRows, gated_delta_rule
 from appliance.kernels.triton_attention import TritonAttention
 from appliance.kernels.triton_gated import gelu_and_mul, silu_and_mul
 from appliance.kernels.triton_rms_norm import rms_norm
@@ -34,6 +35,11 @@ class TritonBackend:
 
     def gelu_and_mul(self, x: Tensor) -> Tensor:
         return gelu_and_mul(x)
+
+    def gated_delta_rule(
+        self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, states: Tensor, rows: StateRows
+    ) -> Tensor:
+        return gated_delta_rule(q, k, v, decay, beta, states, rows)
 
     def attention(
         self,

@@ -51,7 +51,7 @@ ROOM_OF_MODULE = {
     "inspect_command": "cli",
     **dict.fromkeys(("builtin_model", "gguf_conversion", "model_cache", "model_source"), "model_source"),
 }
-WITHOUT_TORCH = ("request", "scheduler", "block_manager")
+WITHOUT_TORCH = ("request", "scheduler", "block_manager", "state_slots")
 NOT_ON_A_GPU_BOX = (
     "zmq",
     "msgspec",

@@ -12,6 +12,9 @@ per block.
 Layers come in groups of equal size, and a request has a block table for each: block i of a table holds positions
 i * block_size and on, of that group's layers. All groups draw on one pool, because a block is as large in each. A group
 whose layers look back over a window keeps no block that every coming token is past: RELEASED stands in its place.
+
+Recurrent layers have no blocks: a request holds one state slot (state_slots), and a cached prefix is of use only as far
+as a snapshot of the state at its end was kept.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from collections.abc import Iterable, Sequence
 from hashlib import sha256
 
 from appliance.engine.request import Request
+from appliance.engine.state_slots import StateSlots
 
 RELEASED = -1
 """Stands in a block table for a block that its group's window has left behind."""
@@ -63,12 +67,16 @@ class BlockManager:
         enable_prefix_caching: bool,
         content_digest: bytes,
         windows: Sequence[int | None] = (None,),
+        num_state_slots: int = 0,
     ) -> None:
-        """windows: of each group of layers; None for one whose tokens attend to all before them."""
+        """windows: of each group of layers; None for one whose tokens attend to all before them. num_state_slots: 0
+        where no layer is recurrent.
+        """
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.windows = tuple(windows)
+        self.states = StateSlots(num_state_slots) if num_state_slots else None
         self._root_digest = sha256(content_digest).digest()
         self._pack_block = struct.Struct(f"<{block_size}q").pack
         self._ref_counts = [0] * num_blocks
@@ -90,7 +98,7 @@ class BlockManager:
         """A table a group of cached blocks that hold the request's first tokens, in order; takes none of them.
 
         Cut to whole blocks strictly before the request's last token, which must be computed to sample from. Of a group
-        with a window only the blocks are needed that the next token sees.
+        with a window only the blocks are needed that the next token sees; recurrent layers need a snapshot at the end.
         """
         if not self.enable_prefix_caching or not request.reads_prefix_cache:
             return [[] for _ in self.windows]
@@ -105,6 +113,8 @@ class BlockManager:
         has_changed = True
         while has_changed:
             has_changed = False
+            while self.states and count and not self.states.has_snapshot(self._digest(request, count - 1)):
+                count -= 1
             for group, window in enumerate(self.windows):
                 for index in range(count - 1, self._first_seen(window, count * self.block_size) - 1, -1):
                     if window is not None and self._cached(request, group, index) is None:
@@ -124,7 +134,9 @@ class BlockManager:
                 del self._free[block]
             self._ref_counts[block] += 1
         request.block_tables = [list(table) for table in prefix]
-        request.num_registered_blocks = len(prefix[0])
+        request.num_registered_blocks = count = len(prefix[0])
+        if self.states:
+            request.state_slot = self.states.take(self._digest(request, count - 1) if count else None)
 
     def grow(self, request: Request, num_tokens: int) -> bool:
         """Take the blocks that the request's next `num_tokens` tokens need; False, and none taken, if too few are free.
@@ -158,15 +170,30 @@ class BlockManager:
                     self._key_of[block] = key
         request.num_registered_blocks = max(request.num_registered_blocks, num_full)
 
+    def save_state(self, request: Request, *, may_evict: bool) -> None:
+        """Keep a snapshot of the recurrent state that the computed tokens, whole blocks, have left. may_evict: an older
+        one may go for it.
+        """
+        assert self.states is not None
+        assert request.state_slot is not None
+        assert request.num_computed_tokens % self.block_size == 0
+        index = request.num_computed_tokens // self.block_size - 1
+        self.states.save(self._digest(request, index), request.state_slot, may_evict=may_evict)
+
     def free(self, request: Request) -> None:
         """Drop all of the request's references. Tails go first, so a chain is evicted from its end."""
         for blocks in zip(*(reversed(table) for table in request.block_tables), strict=True):
             for block in blocks:
                 self._drop(block)
         request.block_tables = []
+        if self.states and request.state_slot is not None:
+            self.states.release(request.state_slot)
+            request.state_slot = None
 
     def check_integrity(self, requests: Iterable[Request]) -> None:
-        """Assert free + referenced == total, and that reference counts are those of the requests' block tables."""
+        """Assert free + referenced == total, that reference counts are those of the requests' block tables, and that
+        every state slot is accounted for.
+        """
         requests = list(requests)
         references = Counter(block for request in requests for block in held_blocks(request.block_tables))
         for block, count in enumerate(self._ref_counts):
@@ -175,6 +202,8 @@ class BlockManager:
         assert len(self._free) + len(references) == self.num_blocks, (
             f"{len(self._free)} free + {len(references)} referenced != {self.num_blocks}"
         )
+        if self.states:
+            self.states.check_integrity(r.state_slot for r in requests if r.state_slot is not None)
         registered = {key: block for block, key in enumerate(self._key_of) if key is not None}
         assert registered == self._block_of, "the prefix cache and the blocks name different digests"
         for request in requests:
@@ -217,13 +246,16 @@ class BlockManager:
         return self._block_of.get(self._key(request, group, index))
 
     def _key(self, request: Request, group: int, index: int) -> bytes:
+        return self._digest(request, index) + group.to_bytes(2, "little")
+
+    def _digest(self, request: Request, index: int) -> bytes:
         digests = request.block_digests
         while len(digests) <= index:
             start = len(digests) * self.block_size
             parent = digests[-1] if digests else self._root_digest
             tokens = self._pack_block(*request.token_ids(start, start + self.block_size))
             digests.append(sha256(parent + tokens).digest())
-        return digests[index] + group.to_bytes(2, "little")
+        return digests[index]
 
 
 def held_blocks(tables: Iterable[Sequence[int]]) -> Iterable[int]:

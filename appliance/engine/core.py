@@ -46,6 +46,7 @@ class EngineCore:
                 content_digest=loaded.content_digest,
                 eos_token_ids=frozenset(eos),
                 windows=runner.windows,
+                num_state_slots=runner.plan.num_state_slots,
             )
         )
         self.sampler = Sampler(loaded.vocab_size)
@@ -64,8 +65,13 @@ class EngineCore:
             vocab_size=loaded.vocab_size,
             num_kv_blocks=layout.num_blocks,
             block_size=layout.block_size,
-            num_contexts=layout.num_blocks
-            // most_blocks(runner.windows, layout.block_size, runner.plan.max_model_len, config.max_num_batched_tokens),
+            num_contexts=min(
+                layout.num_blocks
+                // most_blocks(
+                    runner.windows, layout.block_size, runner.plan.max_model_len, config.max_num_batched_tokens
+                ),
+                runner.plan.num_state_slots or layout.num_blocks,
+            ),
             has_chat_template=False,
             memory=loaded.memory,
             details=loaded.details,
@@ -107,6 +113,8 @@ class EngineCore:
         output = self.scheduler.schedule()
         if not output.scheduled:
             return []
+        if output.state_copies:
+            self.runner.copy_states(output.state_copies)
         logits = self.runner.execute(self.runner.batches(output.scheduled))
         sampling = [chunk for chunk in output.scheduled if chunk.samples]
         result = self.sampler(logits[: len(sampling)], [self._row(chunk) for chunk in sampling])

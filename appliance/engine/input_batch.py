@@ -28,11 +28,14 @@ class InputBatch:
     block_tables: list[list[list[int]]]
     num_decode: int
     logits_rows: Tensor
+    state_slots: Tensor | None = None
+    """Of a model with recurrent layers: each request's, [B] int64."""
 
     def to(self, device: torch.device) -> InputBatch:
         """The same batch with its tensors on `device`."""
         return replace(
             self,
+            state_slots=None if self.state_slots is None else self.state_slots.to(device),
             input_ids=self.input_ids.to(device),
             positions=self.positions.to(device),
             slot_mappings=[slots.to(device) for slots in self.slot_mappings],
@@ -59,6 +62,7 @@ class InputBatch:
             seq_lens.append(stop)
             if chunk.samples:
                 sampling_rows.append(len(input_ids) - 1)
+        state_slots = [chunk.request.state_slot for chunk in scheduled if chunk.request.state_slot is not None]
         return cls(
             input_ids=torch.tensor(input_ids),
             positions=torch.tensor(positions),
@@ -68,4 +72,5 @@ class InputBatch:
             block_tables=[[chunk.request.block_tables[group] for chunk in scheduled] for group in range(len(slots))],
             num_decode=sum(not chunk.is_prefill for chunk in scheduled),
             logits_rows=torch.tensor(sampling_rows + scored_rows, dtype=torch.int64),
+            state_slots=torch.tensor(state_slots) if state_slots else None,
         )

@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -32,9 +33,12 @@ from appliance.engine.scheduler import ScheduledRequest
 from appliance.errors import SelfTestError
 from appliance.generation_config import tokenizer_vocab_size
 from appliance.kernels.backend import PagedLayout
+from appliance.kernels.gated_delta import StateRows
 from appliance.model_details import ExpectedMemory, ModelDetails, Verdict
 from appliance.models.config import ModelConfig
 from appliance.models.decoder import DecoderModel
+from appliance.models.model_step import ModelStep
+from appliance.models.recurrent_state import RecurrentState
 from appliance.models.registry import architecture_of, read_model_config
 from appliance.models.weights import WeightReader
 from appliance.quant.checkpoint import open_checkpoint
@@ -106,6 +110,8 @@ class ModelRunner:
         self.cache = allocate_cache(self.plan.layout, len(model_config.paged_groups[0].layers), dtype, device)
         device_name = name_of(self.backend)
         step_predicted = step_bytes(model_config, config, vocab_size, dtype)
+        self.state = _allocate_state(model_config, self.plan.num_state_slots, dtype, device)
+        recurrent_state = self.state.nbytes if self.state else 0
         self.loaded = LoadedModel(
             architecture=architecture,
             is_text_part=model_config.is_text_part,
@@ -118,6 +124,7 @@ class ModelRunner:
                 others=others,
                 weights=reader.nbytes,
                 kv_cache=self.cache.nbytes,
+                recurrent_state=recurrent_state,
                 step_predicted=step_predicted,
                 step_measured=step_measured,
                 held=memory.held(),
@@ -137,6 +144,7 @@ class ModelRunner:
                     kv_bytes_per_token=bytes_per_block(model_config, 1, dtype),
                     kv_cache=self.cache.nbytes,
                     max_model_len=self.plan.max_model_len,
+                    recurrent_state=recurrent_state,
                 ),
                 planner.self_test,
             ),
@@ -157,16 +165,25 @@ class ModelRunner:
 
         Decodes have no scored rows, so the rows of two batches follow each other as those of one would.
         """
-        return self._execute(batches, self.plan.layout, self.cache)
+        return self._execute(batches, self.plan.layout, self.cache, self.state)
 
-    def _execute(self, batches: Sequence[InputBatch], layout: PagedLayout, cache: Tensor) -> Tensor:
+    def copy_states(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copy slots of recurrent state, (source, destination), one after the other; before the step executes."""
+        assert self.state is not None
+        self.state.copy(copies)
+
+    def _execute(
+        self, batches: Sequence[InputBatch], layout: PagedLayout, cache: Tensor, state: RecurrentState | None
+    ) -> Tensor:
         hidden = []
         for batch in (batch.to(self.backend.device) for batch in batches):
             attentions = [
                 self.backend.attention(layout, slots, batch.query_start_loc, batch.seq_lens, tables, batch.num_decode)
                 for slots, tables in zip(batch.slot_mappings, batch.block_tables, strict=True)
             ]
-            hidden.append(self.model.hidden(batch.input_ids, batch.positions, attentions, cache, batch.logits_rows))
+            rows = None if batch.state_slots is None else _state_rows(batch, batch.state_slots)
+            step = ModelStep(batch.num_decode, attentions, cache, rows, state)
+            hidden.append(self.model.hidden(batch.input_ids, batch.positions, step, batch.logits_rows))
         return self.model.logits(torch.cat(hidden) if len(hidden) > 1 else hidden[0])
 
     def _run_largest_step(
@@ -188,8 +205,10 @@ class ModelRunner:
             block_tables=[[list(range(blocks))]] * len(groups),
             num_decode=0,
             logits_rows=rows,
+            state_slots=torch.tensor([0]) if model_config.recurrent_layers else None,
         )
-        logits = self._execute([batch], layout, cache)[: config.max_num_seqs]
+        state = _allocate_state(model_config, 1, dtype, self.backend.device)
+        logits = self._execute([batch], layout, cache, state)[: config.max_num_seqs]
         row = SamplingRow(SamplingParams(temperature=1.0, top_p=0.9), 0, 0, (), (), ())
         Sampler(vocab_size)(logits, [row] * len(logits))
 
@@ -212,6 +231,21 @@ def _judge(planner: LinearPlanner, is_allowed: bool) -> list[str]:
             )
         warnings.insert(0, f"This model failed its self-test and is served all the same, as asked: {summary}.")
     return warnings
+
+
+def _state_rows(batch: InputBatch, slots: Tensor) -> StateRows:
+    """A request without tokens before this step has no state yet."""
+    spans = pairwise(batch.query_start_loc)
+    has_state = [length > stop - start for length, (start, stop) in zip(batch.seq_lens, spans, strict=True)]
+    return StateRows(slots, batch.query_start_loc, has_state, batch.num_decode)
+
+
+def _allocate_state(
+    model: ModelConfig, num_slots: int, dtype: torch.dtype, device: torch.device
+) -> RecurrentState | None:
+    if model.gated_delta is None or not model.recurrent_layers:
+        return None
+    return RecurrentState.allocate(model.gated_delta, len(model.recurrent_layers), num_slots, dtype, device)
 
 
 def _content_digest(model: Path, dtype: torch.dtype, kernels: tuple[str, ...]) -> bytes:

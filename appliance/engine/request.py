@@ -53,11 +53,13 @@ class Request:
     """Of the prompt's tokens from the second on, as far as they are known; kept through preemption."""
 
     block_tables: list[list[int]] = field(default_factory=list, init=False)
-    """One a group of layers: the KV block of each block_size positions. The block manager's, as are the next two."""
+    """One a group of layers: the KV block of each block_size positions. The block manager's, as are the next three."""
     block_digests: list[bytes] = field(default_factory=list, init=False)
     """Chained digest of each full block of tokens, as far as anyone has asked; depends on tokens only."""
     num_registered_blocks: int = field(default=0, init=False)
     """Leading blocks of each table whose digests have been offered to the prefix cache."""
+    state_slot: int | None = field(default=None, init=False)
+    """Where recurrent layers keep what they remember of the computed tokens; None without such layers or blocks."""
 
     def __post_init__(self) -> None:
         assert self.prompt_token_ids, "a request has at least one prompt token"

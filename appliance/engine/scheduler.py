@@ -4,6 +4,8 @@ Knows requests, blocks and token counts; nothing of tensors, text or time. One s
 `commit`. `schedule` advances nothing: the answer and, but for admission and preemption, num_computed_tokens change in
 `commit` alone, so a step that failed is simply scheduled again. A loop that overlaps steps must count the tokens in
 flight as computed before it schedules the next step, and must skip what a request sampled before it was preempted.
+
+Recurrent state is the exception: a step overwrites it, so that of a step that failed the requests must start anew.
 """
 
 from __future__ import annotations
@@ -38,6 +40,8 @@ class SchedulerConfig:
     eos_token_ids: frozenset[int]
     windows: tuple[int | None, ...] = (None,)
     """Of each group of layers with a block table of its own; None for full attention."""
+    num_state_slots: int = 0
+    """Of recurrent layers, for requests and snapshots; 0 where there are no such layers."""
     initial_answer_tokens: int = 128
     """Expected length of an answer until enough have been seen."""
 
@@ -74,6 +78,8 @@ class SchedulerOutput:
     scheduled: list[ScheduledRequest]
     num_tokens: int
     num_preempted: int
+    state_copies: tuple[tuple[int, int], ...] = ()
+    """(source, destination) slots of recurrent state, to be copied in this order before the step computes."""
 
 
 @dataclass(slots=True)
@@ -134,7 +140,9 @@ class Scheduler:
             enable_prefix_caching=config.enable_prefix_caching,
             content_digest=config.content_digest,
             windows=config.windows,
+            num_state_slots=config.num_state_slots,
         )
+        self._max_running = min(config.max_num_seqs, config.num_state_slots or config.max_num_seqs)
         self._longest = longest_request(
             config.windows, config.block_size, config.num_blocks, config.max_num_batched_tokens
         )
@@ -208,7 +216,13 @@ class Scheduler:
         if not step.num_preempted:
             self._admit(step)
         scheduled = sorted(step.chunks.values(), key=lambda chunk: chunk.is_prefill)
-        return SchedulerOutput(scheduled, self.config.max_num_batched_tokens - step.budget, step.num_preempted)
+        states = self.block_manager.states
+        return SchedulerOutput(
+            scheduled,
+            self.config.max_num_batched_tokens - step.budget,
+            step.num_preempted,
+            states.drain_copies() if states and scheduled else (),
+        )
 
     def commit(
         self,
@@ -229,13 +243,15 @@ class Scheduler:
             request = chunk.request
             if request.status is not RequestStatus.RUNNING:
                 continue
-            candidates = sampled.get(request.request_id, ())
-            assert chunk.samples or not candidates, f"{request.request_id} has tokens from an unfinished prefill"
+            candidates, samples = sampled.get(request.request_id, ()), chunk.samples
+            assert samples or not candidates, f"{request.request_id} has tokens from an unfinished prefill"
             request.prompt_logprobs += prompt_logprobs.get(request.request_id, ())
             num_before = len(request.output_token_ids)
             finish_reason, stop_token = self._append(request, candidates)
             request.num_computed_tokens = min(request.num_computed_tokens + chunk.num_tokens, request.num_tokens - 1)
             self.block_manager.register_full_blocks(request)
+            if self.block_manager.states:
+                self._keep_state(request, is_unanswered=samples and not candidates)
             token_ids = tuple(request.output_token_ids[num_before:])
             self.totals.generation_tokens += len(token_ids)
             if finish_reason is not None:
@@ -258,6 +274,9 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Assert that blocks and requests agree. Costs O(pool): for tests and for idle moments."""
         assert len(self._live) == len(self._running) + len(self._waiting)
+        for request in self._live.values():
+            has_state = self.config.num_state_slots > 0 and request in self._running
+            assert (request.state_slot is not None) == has_state, f"{request.request_id} has slot {request.state_slot}"
         for request in self._waiting:
             assert not request.block_tables, f"{request.request_id} waits with {request.block_tables}"
             assert request.num_computed_tokens == 0, f"{request.request_id} waits with computed tokens"
@@ -267,7 +286,7 @@ class Scheduler:
         """Schedule a running request's next tokens, preempting from the worst rank up while blocks are short."""
         if request.status is not RequestStatus.RUNNING or step.budget == 0:
             return
-        num_tokens = min(request.num_uncomputed_tokens, step.budget)
+        num_tokens = self._chunk_length(request, step.budget)
         while not self.block_manager.grow(request, num_tokens):
             victim = self._running[-1]
             self._preempt(victim)
@@ -276,6 +295,31 @@ class Scheduler:
             if victim is request:
                 return
         step.add(request, num_tokens)
+
+    def _chunk_length(self, request: Request, budget: int) -> int:
+        """How many tokens of a request to compute at once: all, as far as the budget goes.
+
+        Where a snapshot of recurrent state is to be kept, a chunk ends at the last whole block before the prompt's last
+        token, or if it does not get that far at the last whole block it fills.
+        """
+        num_tokens = min(request.num_uncomputed_tokens, budget)
+        if self.block_manager.states is None or not self.config.enable_prefix_caching:
+            return num_tokens
+        start, size = request.num_computed_tokens, self.config.block_size
+        end = min(start + num_tokens, request.num_prompt_tokens - 1) // size * size
+        return end - start if end > start else num_tokens
+
+    def _keep_state(self, request: Request, *, is_unanswered: bool) -> None:
+        """After a chunk: keep a snapshot, if it ended where one is wanted. is_unanswered: its last token, which is to
+        be computed again, is in the state already, so that the request has to start anew.
+        """
+        if is_unanswered:
+            self._preempt(request)
+        elif self.config.enable_prefix_caching and request.num_computed_tokens < request.num_prompt_tokens:
+            size = self.config.block_size
+            if request.num_computed_tokens % size == 0:
+                is_last = request.num_computed_tokens == (request.num_prompt_tokens - 1) // size * size
+                self.block_manager.save_state(request, may_evict=is_last)
 
     def _preempt(self, request: Request) -> None:
         """Take all blocks of a request; prompt and output are computed again when it is admitted next."""
@@ -300,7 +344,7 @@ class Scheduler:
         manager = self.block_manager
         num_promised = sum(self._num_missing_blocks(r, r.block_tables) for r in self._running)
         index = 0
-        while index < len(self._waiting) and step.budget and len(self._running) < self.config.max_num_seqs:
+        while index < len(self._waiting) and step.budget and len(self._running) < self._max_running:
             request = self._waiting[index]
             if self._awaits_sibling(request):
                 index += 1
@@ -311,7 +355,7 @@ class Scheduler:
                 return
             del self._waiting[index]
             self._start(request, prefix)
-            num_tokens = min(request.num_uncomputed_tokens, step.budget)
+            num_tokens = self._chunk_length(request, step.budget)
             has_grown = manager.grow(request, num_tokens)
             assert has_grown, f"{request.request_id} was admitted without room for {num_tokens} tokens"
             step.add(request, num_tokens)

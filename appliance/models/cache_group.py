@@ -1,7 +1,8 @@
-"""Which keys and values a layer needs: all of a request's, or those of a window. Owned by the model's declaration.
+"""What a layer needs of a request's past: all keys and values, those of a window, or a state of fixed size.
 
-Groups are made equal in size (`even_groups`), so that a block of one takes as many bytes as a block of another and all
-can draw on one pool: layer number `i` of each group keeps its keys and values in the i-th part of the cache.
+Owned by the model's declaration. Groups with a cache are made equal in size (`even_groups`), so that a block of one
+takes as many bytes as a block of another and all can draw on one pool: layer number `i` of each group keeps its keys
+and values in the i-th part of the cache.
 """
 
 from __future__ import annotations
@@ -18,19 +19,23 @@ MAX_WINDOW = 1 << 30
 class CacheKind(StrEnum):
     FULL = "full"
     SLIDING = "sliding"
+    RECURRENT = "recurrent"
 
 
 @dataclass(frozen=True, slots=True)
 class CacheGroup:
     """Layers whose caches are alike. A sliding layer's token attends to the last `window` positions, its own included
-    (transformers masking_utils: kv_idx > q_idx - sliding_window); a full layer has no window.
+    (transformers masking_utils: kv_idx > q_idx - sliding_window); a full layer has no window, a recurrent one no cache.
     """
 
     layers: tuple[int, ...]
     window: int | None = None
+    is_recurrent: bool = False
 
     @property
     def kind(self) -> CacheKind:
+        if self.is_recurrent:
+            return CacheKind.RECURRENT
         return CacheKind.FULL if self.window is None else CacheKind.SLIDING
 
 

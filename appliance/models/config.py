@@ -11,6 +11,7 @@ from enum import StrEnum
 from appliance.errors import CheckpointError, UnsupportedModelError
 from appliance.models.cache_group import CacheGroup, even_groups, group_layers
 from appliance.models.config_fields import ConfigFields
+from appliance.models.gated_delta_config import GatedDeltaConfig
 from appliance.models.mixture_config import MixtureConfig
 from appliance.models.rope_config import LongRopeScaling, RopeConfig, YarnScaling, read_rope
 from appliance.models.tensor_names import LLAMA_NAMES, TensorNames
@@ -46,13 +47,17 @@ class ModelConfig:
     rope: RopeConfig
     cache_groups: tuple[CacheGroup, ...]
     """Together they name every layer once."""
-    mixture: MixtureConfig | None = None
     names: TensorNames = LLAMA_NAMES
     is_qkv_by_kv_head: bool = False
     """A layer of q, k and v has, for each kv head, its q heads, its k and its v; else all q, all k, all v."""
     layer_ropes: tuple[RopeConfig | None, ...] = ()
     """Rotary embedding of each layer where they differ, None where it has none; empty where all have `rope`."""
     activation: Activation = Activation.SILU
+    is_attention_gated: bool = False
+    """What attention gives is multiplied by the sigmoid of a gate that q_proj computes beside q."""
+    gated_delta: GatedDeltaConfig | None = None
+    """Of the layers of the recurrent group, if there is one."""
+    mixture: MixtureConfig | None = None
     norms_add_one: bool = False
     """RMSNorms multiply by one plus their weights."""
     has_output_norms: bool = False
@@ -95,7 +100,12 @@ class ModelConfig:
     @property
     def paged_groups(self) -> tuple[CacheGroup, ...]:
         """The groups that have a block table each, equal in size but for the last of each kind."""
-        return even_groups(self.cache_groups)
+        return even_groups([group for group in self.cache_groups if not group.is_recurrent])
+
+    @property
+    def recurrent_layers(self) -> tuple[int, ...]:
+        """The layers that keep a state instead of a cache."""
+        return tuple(layer for group in self.cache_groups if group.is_recurrent for layer in group.layers)
 
     @property
     def mixtures(self) -> tuple[MixtureConfig | None, ...]:
@@ -106,9 +116,14 @@ class ModelConfig:
     @property
     def linear_parameters(self) -> int:
         """Parameters of all layers' matrices, every expert's included."""
-        attention = 2 * (self.num_heads + self.num_kv_heads) * self.head_dim
+        num_queries = self.num_heads * (3 if self.is_attention_gated else 2)
+        attention = (num_queries + 2 * self.num_kv_heads) * self.head_dim
+        num_recurrent = len(self.recurrent_layers)
+        mixers = (self.num_layers - num_recurrent) * attention
+        if self.gated_delta is not None:
+            mixers += num_recurrent * self.gated_delta.parameters_per_input
         widths = (3 * self.intermediate_size if m is None else m.parameters_per_input for m in self.mixtures)
-        return self.hidden_size * sum(attention + width for width in widths)
+        return self.hidden_size * (mixers + sum(widths))
 
     @property
     def mlp_row_values(self) -> int:

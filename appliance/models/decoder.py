@@ -1,10 +1,10 @@
-"""The decoder that all served architectures are instances of: RMSNorm, grouped-query attention with rotary embedding,
-RMSNorm, gated MLP or a mixture of them; `ModelConfig` says which biases, norms, windows, scales and caps.
+"""The decoder that all served architectures are instances of: RMSNorm, attention or a gated delta layer, RMSNorm, gated
+MLP or a mixture of them; `ModelConfig` says which, and which biases, norms, windows, scales and caps.
 
-Tensors: model.embed_tokens, model.layers.N.{input_layernorm, self_attn.{q,k,v,o}_proj, self_attn.{q,k}_norm,
-attention_output_norm, post_attention_layernorm, mlp.{gate,up,down}_proj, mlp_output_norm}, model.norm, lm_head (absent
-when tied); those of mixtures are in experts.py. A checkpoint may hold self_attn.qkv_proj and mlp.gate_up_proj as one
-layer each, and have names of its own (tensor_names).
+Tensors: model.embed_tokens, model.layers.N.{input_layernorm, self_attn, linear_attn, attention_output_norm,
+post_attention_layernorm, mlp.{gate,up,down}_proj, mlp_output_norm}, model.norm, lm_head (absent when tied); those of
+self_attn are in self_attention.py, of linear_attn in gated_delta.py, of mixtures in experts.py. A checkpoint may hold
+mlp.gate_up_proj as one layer, and have names of its own (tensor_names).
 """
 
 from __future__ import annotations
@@ -15,62 +15,44 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from appliance.kernels.backend import Attention, Backend
+from appliance.kernels.backend import Backend
 from appliance.kernels.spec import LinearKernel
 from appliance.models.config import ModelConfig
+from appliance.models.gated_delta import GatedDelta
 from appliance.models.mixture import Mixture
 from appliance.models.mlp import Mlp
-from appliance.models.rope import RotaryTable, head_order
-from appliance.models.weights import FusedLinear, WeightReader
+from appliance.models.model_step import ModelStep
+from appliance.models.rope import RotaryTable
+from appliance.models.rope_config import RopeConfig
+from appliance.models.self_attention import SelfAttention
+from appliance.models.weights import WeightReader
 
 
 class DecoderLayer:
     """One block of the residual stream, T rows, decodes first."""
 
     def __init__(
-        self, config: ModelConfig, weights: WeightReader, backend: Backend, index: int, rotary_index: int | None
+        self,
+        config: ModelConfig,
+        weights: WeightReader,
+        backend: Backend,
+        index: int,
+        mixer: SelfAttention | GatedDelta,
     ) -> None:
-        """index: of the layer; rotary_index: which of a step's angles turn its heads, None for none."""
+        """index: of the layer; mixer: what mixes a row with those before it."""
         prefix = f"model.layers.{index}"
         self.backend = backend
-        self.rotary_index = rotary_index
-        self.head_dim = config.head_dim
-        self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
+        self.mixer = mixer
         self.eps = config.rms_norm_eps
-        self.window = config.windows[index]
-        self.attention_scale, self.attention_soft_cap = config.attention_scale, config.attention_soft_cap
 
-        def norm(name: str, size: int = config.hidden_size) -> Tensor:
-            return weights.norm(f"{prefix}.{name}.weight", size, config.norms_add_one)
+        def norm(name: str) -> Tensor:
+            return weights.norm(f"{prefix}.{name}.weight", config.hidden_size, config.norms_add_one)
 
         self.input_norm, self.post_attention_norm = norm("input_layernorm"), norm("post_attention_layernorm")
         self.attention_output_norm, self.mlp_output_norm = (
             norm(f"{part}_output_norm") if config.has_output_norms else None for part in ("attention", "mlp")
         )
-        q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        hidden, attention = config.hidden_size, f"{prefix}.self_attn"
-        rope = config.ropes[index]
-        assert rope is not None or not config.qk_norm, "heads are normed as they are turned"
-        order = None if rope is None else head_order(rope, config.head_dim)
-        self.qkv: FusedLinear = weights.fused(
-            attention,
-            {"q_proj": q, "k_proj": kv, "v_proj": kv},
-            hidden,
-            config.qkv_bias,
-            whole="qkv_proj",
-            whole_order=_by_kv_head(config) if config.is_qkv_by_kv_head else None,
-            head_orders={} if order is None else {"q_proj": order, "k_proj": order},
-        )
-        self.qk_norm: Tensor | None = None
-        if config.qk_norm:
-            q_norm, k_norm = (norm(f"self_attn.{name}_norm", config.head_dim) for name in ("q", "k"))
-            # [heads of q and k, head_dim]: the two are normed and turned as one.
-            qk_norm = torch.cat([q_norm.expand(config.num_heads, -1), k_norm.expand(config.num_kv_heads, -1)])
-            self.qk_norm = qk_norm if order is None else qk_norm[:, order.to(qk_norm.device)].contiguous()
-        self.output = weights.fused(
-            attention, {"o_proj": hidden}, q, config.output_bias, multiplier=config.residual_multiplier
-        )
-        mixture = config.mixtures[index]
+        hidden, mixture = config.hidden_size, config.mixtures[index]
         self.mlp: Mlp | Mixture
         if mixture is None:
             self.mlp = Mlp(
@@ -87,46 +69,46 @@ class DecoderLayer:
             self.mlp = Mixture(mixture, weights, backend, prefix, hidden)
 
     def __call__(
-        self,
-        x: Tensor,
-        delta: Tensor | None,
-        angles: Sequence[tuple[Tensor, Tensor]],
-        attention: Attention,
-        cache: Tensor,
+        self, x: Tensor, delta: Tensor | None, angles: Sequence[tuple[Tensor, Tensor]], step: ModelStep
     ) -> Tensor:
         """What this block adds to x [T, hidden_size], after adding to x, in place, what the block before left to add.
 
         So that a device may add and norm in one pass. delta: None in the first block. angles: cos and sin of each of
         the model's rotary embeddings.
         """
-        num_decode = attention.num_decode
         if delta is None:
             normed = self.backend.rms_norm(x, self.input_norm, self.eps)
         else:
             normed = self.backend.rms_norm(delta, self.input_norm, self.eps, x)
-        qkv = self.qkv(normed, num_decode).view(x.shape[0], -1, self.head_dim)
-        if self.rotary_index is not None:
-            cos, sin = angles[self.rotary_index]
-            self.backend.rope(qkv[:, : self.num_heads + self.num_kv_heads], cos, sin, self.qk_norm, self.eps)
-        attention.write(cache, qkv[:, self.num_heads :])
-        q = qkv[:, : self.num_heads]
-        attended = attention.attend(cache, q, self.window, self.attention_scale, self.attention_soft_cap)
-        attended = self.output(attended, num_decode)
+        mixed = self.mixer(normed, angles, step)
         if self.attention_output_norm is not None:
-            attended = self.backend.rms_norm(attended, self.attention_output_norm, self.eps)
-        normed = self.backend.rms_norm(attended, self.post_attention_norm, self.eps, x)
-        delta = self.mlp(normed, num_decode)
+            mixed = self.backend.rms_norm(mixed, self.attention_output_norm, self.eps)
+        normed = self.backend.rms_norm(mixed, self.post_attention_norm, self.eps, x)
+        delta = self.mlp(normed, step.num_decode)
         if self.mlp_output_norm is not None:
             delta = self.backend.rms_norm(delta, self.mlp_output_norm, self.eps)
         return delta
 
 
-def _by_kv_head(config: ModelConfig) -> Tensor:
-    """[(heads + 2 * kv heads) * head_dim]: which output of a layer laid out kv head by kv head each of q, k, v is."""
-    group = config.num_heads // config.num_kv_heads
-    rows = torch.arange((config.num_heads + 2 * config.num_kv_heads) * config.head_dim)
-    rows = rows.view(config.num_kv_heads, group + 2, config.head_dim)
-    return torch.cat([rows[:, :group].flatten(), rows[:, group].flatten(), rows[:, group + 1].flatten()])
+def read_layer(config: ModelConfig, weights: WeightReader, backend: Backend, index: int) -> DecoderLayer:
+    """Layer `index` with the mixer that `config` gives it."""
+    mixer: SelfAttention | GatedDelta
+    if index in config.recurrent_layers:
+        assert config.gated_delta is not None
+        part = config.recurrent_layers.index(index)
+        mixer = GatedDelta(config, config.gated_delta, weights, backend, index, part)
+    else:
+        rope = config.ropes[index]
+        rotary_index = None if rope is None else _distinct_ropes(config).index(rope)
+        groups = enumerate(config.paged_groups)
+        place = next((group, layers.layers.index(index)) for group, layers in groups if index in layers.layers)
+        mixer = SelfAttention(config, weights, backend, index, rotary_index, place)
+    return DecoderLayer(config, weights, backend, index, mixer)
+
+
+def _distinct_ropes(config: ModelConfig) -> list[RopeConfig]:
+    """In the order of a step's angles."""
+    return [rope for rope in dict.fromkeys(config.ropes) if rope is not None]
 
 
 class DecoderModel:
@@ -145,42 +127,32 @@ class DecoderModel:
         # As the checkpoint's dtype has it: makers trained with the rounded number.
         self.embedding_multiplier = float(torch.tensor(config.embedding_multiplier, dtype=weights.target.dtype))
         self.layers: list[DecoderLayer] = []
-        places = {
-            layer: (group, part)
-            for group, layers in enumerate(config.paged_groups)
-            for part, layer in enumerate(layers.layers)
-        }
-        self.places = [places[index] for index in range(config.num_layers)]
-        """Of each layer: its group, whose block tables it has, and the part of the cache it keeps its KV in."""
-        ropes = [rope for rope in dict.fromkeys(config.ropes) if rope is not None]
-        for index, rope in enumerate(config.ropes):
-            rotary_index = None if rope is None else ropes.index(rope)
-            self.layers.append(DecoderLayer(config, weights, backend, index, rotary_index))
+        for index in range(config.num_layers):
+            self.layers.append(read_layer(config, weights, backend, index))
             progress((index + 1) / config.num_layers)
         self.norm = weights.norm("model.norm.weight", config.hidden_size, config.norms_add_one)
         self.lm_head: LinearKernel = weights.lm_head(self.embed, config.tie_word_embeddings)
         # The table of positions is small beside a layer; the context is decided after the weights are in.
         dtype = weights.target.dtype
         self.rotaries = [
-            RotaryTable(rope, config.head_dim, config.max_position, dtype, backend.device) for rope in ropes
+            RotaryTable(rope, config.head_dim, config.max_position, dtype, backend.device)
+            for rope in _distinct_ropes(config)
         ]
 
     @torch.inference_mode()
-    def hidden(
-        self, input_ids: Tensor, positions: Tensor, attentions: Sequence[Attention], cache: Tensor, rows: Tensor
-    ) -> Tensor:
-        """Normed hidden states [R, hidden_size] of `rows` [R]; keys and values of all T rows are written.
+    def hidden(self, input_ids: Tensor, positions: Tensor, step: ModelStep, rows: Tensor) -> Tensor:
+        """Normed hidden states [R, hidden_size] of `rows` [R]; keys and values of all T rows are written, their
+        requests' recurrent states carried on.
 
-        input_ids, positions: [T] int64; attentions: one a group; cache: [layers of a group, 2, num_blocks,
-        num_kv_heads, block_size, head_dim].
+        input_ids, positions: [T] int64.
         """
         angles = [rotary.at(positions) for rotary in self.rotaries]
         x = F.embedding(input_ids, self.embed)
         if self.embedding_multiplier != 1.0:
             x.mul_(self.embedding_multiplier)
         delta: Tensor | None = None
-        for layer, (group, part) in zip(self.layers, self.places, strict=True):
-            delta = layer(x, delta, angles, attentions[group], cache[part])
+        for layer in self.layers:
+            delta = layer(x, delta, angles, step)
         assert delta is not None, "a model has layers"
         last, residual = delta.index_select(0, rows), x.index_select(0, rows)
         return self.backend.rms_norm(last, self.norm, self.config.rms_norm_eps, residual)

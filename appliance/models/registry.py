@@ -19,6 +19,8 @@ from appliance.models.phi3 import phi3
 from appliance.models.qwen2 import qwen2
 from appliance.models.qwen2_moe import qwen2_moe
 from appliance.models.qwen3 import qwen3
+from appliance.models.qwen3_5 import qwen3_5, qwen3_5_text_part
+from appliance.models.qwen3_5_moe import qwen3_5_moe, qwen3_5_moe_text_part
 from appliance.models.qwen3_moe import qwen3_moe
 from appliance.models.smollm3 import smollm3
 
@@ -39,6 +41,10 @@ MODELS: dict[str, Callable[[ConfigFields], ModelConfig]] = {
     "Qwen2ForCausalLM": qwen2,
     "Qwen2MoeForCausalLM": qwen2_moe,
     "Qwen3ForCausalLM": qwen3,
+    "Qwen3_5ForCausalLM": qwen3_5,
+    "Qwen3_5ForConditionalGeneration": qwen3_5_text_part,
+    "Qwen3_5MoeForCausalLM": qwen3_5_moe,
+    "Qwen3_5MoeForConditionalGeneration": qwen3_5_moe_text_part,
     "Qwen3MoeForCausalLM": qwen3_moe,
     "SmolLM3ForCausalLM": smollm3,
 }

@@ -56,11 +56,19 @@ class WeightReader:
         """Kernels of all layers, most used first within a layer, in order of first use."""
         return tuple(dict.fromkeys(name for layer in self.planner.layers for name in layer.plan.kernel_names))
 
+    def has(self, name: str) -> bool:
+        """Whether the checkpoint has such a tensor."""
+        return self.checkpoint.has(self._on_disk(name))
+
     def norm(self, name: str, size: int, adds_one: bool = False) -> Tensor:
         """Weights [size] in the compute dtype; with adds_one one more, and in float32: 16 bits would round."""
         if not adds_one:
             return self._plain(name, (size,), self.target.dtype)
         return self._plain(name, (size,), torch.float32) + 1.0
+
+    def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """A small parameter of a given shape, in float32."""
+        return self._plain(name, shape, torch.float32)
 
     def embedding(self, name: str, vocab_size: int, hidden_size: int) -> Tensor:
         return self._plain(name, (vocab_size, hidden_size), self.target.dtype)
@@ -153,10 +161,6 @@ class WeightReader:
                 f"{shape}, as config.json says, were expected."
             )
         return tensor
-
-    def has(self, name: str) -> bool:
-        """Whether the checkpoint has a tensor, called as the decoder calls it."""
-        return self.checkpoint.has(self._on_disk(name))
 
     def _plain(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         name = self._on_disk(name)

@@ -97,6 +97,17 @@ def stacked_experts(folder: Path) -> Path:
     return folder
 
 
+def gated_delta_layers(folder: Path) -> Path:
+    """A layer that keeps a state, with plain gates beside quantised projections, and one of gated attention."""
+    save_tiny(folder, "qwen3_5", is_quantized=True)
+    return folder
+
+
+def gated_delta_layers_and_experts(folder: Path) -> Path:
+    save_tiny(folder, "qwen3_5_moe_that_sees", shared_expert_intermediate_size=96, **EXPERTS)
+    return folder
+
+
 MODELS = [
     plain,
     tied,
@@ -107,6 +118,8 @@ MODELS = [
     part_of_a_model_that_sees,
     experts,
     stacked_experts,
+    gated_delta_layers,
+    gated_delta_layers_and_experts,
 ]
 
 
@@ -122,6 +135,7 @@ def test_what_is_said_is_what_loading_says(save: Callable[[Path], Path], dtype: 
     assert found.layers == loaded.layers
     assert found.memory.weights == loaded.memory.weights
     assert found.memory.kv_cache == loaded.memory.kv_cache
+    assert found.memory.recurrent_state == loaded.memory.recurrent_state
     assert dataclasses.replace(found, memory=loaded.memory, warnings=loaded.warnings) == loaded
 
 
@@ -147,6 +161,8 @@ def test_parameters_are_counted_as_transformers_counts_them(tmp_path: Path) -> N
         assert inspect(tmp_path / str(is_tied)).num_parameters == model.num_parameters()
     model = save_tiny(tmp_path / "experts", "qwen3_moe", **EXPERTS)
     assert inspect(tmp_path / "experts").num_parameters == model.num_parameters()
+    model = save_tiny(tmp_path / "hybrid", "qwen3_5")
+    assert inspect(tmp_path / "hybrid").num_parameters == model.num_parameters()
 
 
 def test_a_context_beyond_a_models_short_factors_is_warned_of_as_in_loading(tmp_path: Path) -> None:

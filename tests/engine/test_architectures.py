@@ -45,6 +45,8 @@ def greedy(model: PreTrainedModel, prompt: list[int], count: int) -> list[int]:
         ("qwen3", {"head_dim": 24}),
         ("mistral", {"sliding_window": WINDOW}),
         ("phi3", {"partial_rotary_factor": 0.5}),
+        ("qwen3_5", {}),
+        ("qwen3_5_moe", EXPERTS | {"shared_expert_intermediate_size": 96}),
         ("gemma2", {"sliding_window": WINDOW, "tie_word_embeddings": True, "query_pre_attn_scalar": 16}),
         ("glm4", {}),
         ("granite", {"residual_multiplier": 0.3, "attention_multiplier": 0.2}),

@@ -9,7 +9,7 @@ import pytest
 
 from appliance.config import EngineConfig
 from appliance.engine import model_runner
-from appliance.engine.kv_cache import CPU_DEFAULT_LIMIT, GPU_RESERVE, pool_bytes_on_cpu
+from appliance.engine.kv_cache import CPU_DEFAULT_LIMIT, GPU_RESERVE, NUM_SNAPSHOTS, pool_bytes_on_cpu
 from appliance.engine.memory import CudaMemory, HostMemory
 from appliance.engine.model_runner import ModelRunner
 from appliance.errors import UsageError
@@ -75,6 +75,27 @@ def test_a_card_without_room_is_refused(tmp_path: Path, monkeypatch: pytest.Monk
     card.step = 600 * MIB
     with pytest.raises(UsageError, match="at least one block"):
         load(tmp_path, monkeypatch, card)
+
+
+def test_states_that_do_not_fit_run_fewer_requests(tmp_path: Path) -> None:
+    """Half of the pool at most, the rest is blocks; both are counted, and the user is told."""
+    save_tiny(tmp_path, "qwen3_5")
+    slot_bytes = 8 * 16 * 8 * 4 + 3 * (2 * 2 * 16 + 8 * 8) * 2  # heads, key_dim, value_dim; tail of q, k and v
+    block_bytes = BLOCK_BYTES // 2  # one layer of two
+    config = EngineConfig(str(tmp_path), dtype="bfloat16", kv_cache_bytes=20 * slot_bytes)
+    runner = ModelRunner(config, lambda stage, done: None)
+    assert runner.plan.num_state_slots == 10
+    assert runner.loaded.memory.recurrent_state == 10 * slot_bytes
+    assert runner.plan.layout.num_blocks == 10 * slot_bytes // block_bytes
+    assert f"At most 10 requests run at once instead of 64: each takes {slot_bytes:,} bytes" in runner.plan.warnings[-1]
+
+
+def test_states_that_fit_leave_room_for_snapshots(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "qwen3_5")
+    runner = ModelRunner(EngineConfig(str(tmp_path), max_num_seqs=3, num_kv_blocks=8), lambda stage, done: None)
+    assert runner.plan.num_state_slots == 3 + NUM_SNAPSHOTS
+    config = EngineConfig(str(tmp_path), max_num_seqs=3, num_kv_blocks=8, enable_prefix_caching=False)
+    assert ModelRunner(config, lambda stage, done: None).plan.num_state_slots == 3
 
 
 def test_a_host_gives_a_share() -> None:

@@ -1,7 +1,7 @@
 """Whatever arrives, is aborted or preempted, every answer equals that of an undisturbed run and no block is lost.
 
-The model is an integer recurrence that lives in a paged cache, read and written through the block tables only: a wrong,
-stale or overwritten block changes the answer.
+The model is an integer recurrence that lives in a paged cache and in state slots, read and written through the block
+tables and slot numbers only: a wrong, stale or overwritten block or slot changes the answer.
 """
 
 from __future__ import annotations
@@ -23,20 +23,29 @@ from appliance.sampling_params import SamplingParams
 VOCABULARY = 6
 EOS = 0
 UNWRITTEN = -1
+SALT = 3
+"""So that a recurrent group's state does not cancel out that of a paged one."""
 
 
 @dataclass
 class PagedModel:
-    """The state at a position is a hash of the state before it and the token there; the next token follows from it."""
+    """The state at a position is a hash of the state before it and the token there; the next token follows from it.
+
+    With state slots a recurrent group holds the same state there too, and nowhere else: it cannot be read back.
+    """
 
     config: SchedulerConfig
     cache: list[int] = field(init=False)
+    states: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
         self.cache = [UNWRITTEN] * (self.config.num_blocks * self.config.block_size)
+        self.states = [UNWRITTEN] * self.config.num_state_slots
 
     def execute(self, output: SchedulerOutput, num_sampled: int = 1) -> dict[str, list[int]]:
         """Run a step; a request whose chunk samples gets `num_sampled` tokens, those past the first without KV."""
+        for source, destination in output.state_copies:
+            self.states[destination] = self.states[source]
         sampled = {}
         for chunk in output.scheduled:
             state = self._compute(chunk)
@@ -66,7 +75,19 @@ class PagedModel:
                 state = _advance(state, token)
                 self.cache[self._slot(table, position)] = token if window else state
             total ^= state
+        if self.states:
+            total ^= SALT * self._carry_on(request, start, tokens)
         return total
+
+    def _carry_on(self, request: Request, start: int, tokens: list[int]) -> int:
+        """Fold the chunk into the state in the request's slot, which a first chunk finds as someone else left it."""
+        assert request.state_slot is not None
+        state = self.states[request.state_slot] if start else 0
+        assert state != UNWRITTEN
+        for token in tokens:
+            state = _advance(state, token)
+        self.states[request.state_slot] = state
+        return state
 
     def _continue(self, request: Request, state: int, num_tokens: int) -> list[int]:
         tokens = request.token_ids(0, request.num_tokens)
@@ -74,15 +95,21 @@ class PagedModel:
             tokens = [*tokens, (state >> 20) % VOCABULARY]
             state = 0
             for window in self.config.windows:
-                of_group = 0
-                for token in tokens[-window:] if window else tokens:
-                    of_group = _advance(of_group, token)
-                state ^= of_group
+                state ^= _fold(tokens[-window:] if window else tokens)
+            if self.states:
+                state ^= SALT * _fold(tokens)
         return tokens[request.num_tokens :]
 
 
 def _advance(state: int, token: int) -> int:
     return (state * 6364136223846793005 + token * 1442695040888963407 + 1013904223) % (1 << 61)
+
+
+def _fold(tokens: list[int]) -> int:
+    state = 0
+    for token in tokens:
+        state = _advance(state, token)
+    return state
 
 
 def make_config(
@@ -94,6 +121,7 @@ def make_config(
     enable_prefix_caching: bool = True,
     initial_answer_tokens: int = 1,
     windows: tuple[int | None, ...] = (None,),
+    num_state_slots: int = 0,
 ) -> SchedulerConfig:
     return SchedulerConfig(
         num_blocks=num_blocks,
@@ -107,14 +135,21 @@ def make_config(
         eos_token_ids=frozenset({EOS}),
         initial_answer_tokens=initial_answer_tokens,
         windows=windows,
+        num_state_slots=num_state_slots,
     )
 
 
 def undisturbed_answer(
-    request: Request, windows: tuple[int | None, ...] = (None,)
+    request: Request, windows: tuple[int | None, ...] = (None,), num_state_slots: int = 0
 ) -> tuple[list[int], FinishReason | None]:
     """The answer of the request alone, in a pool that is never short, without a prefix cache."""
-    config = make_config(num_blocks=64, block_size=16, enable_prefix_caching=False, windows=windows)
+    config = make_config(
+        num_blocks=64,
+        block_size=16,
+        enable_prefix_caching=False,
+        windows=windows,
+        num_state_slots=num_state_slots,
+    )
     scheduler, model = Scheduler(config), PagedModel(config)
     alone = Request("alone", request.prompt_token_ids, request.params, seed=0)
     scheduler.add(alone)
@@ -149,6 +184,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         enable_prefix_caching=st.booleans(),
         expects_short_answers=st.sampled_from([True, True, False]),
         windows=st.sampled_from([(None,), (None,), (None, 5), (3,), (1, None, 4)]),
+        num_state_slots=st.sampled_from([0, 0, 8, 6, 3, 1]),
     )
     def start(
         self,
@@ -159,6 +195,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         enable_prefix_caching: bool,
         expects_short_answers: bool,
         windows: tuple[int | None, ...],
+        num_state_slots: int,
     ) -> None:
         config = make_config(
             num_blocks=num_blocks,
@@ -167,6 +204,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_num_batched_tokens=max_num_batched_tokens,
             enable_prefix_caching=enable_prefix_caching,
             windows=windows,
+            num_state_slots=num_state_slots,
         )
         self.scheduler = Scheduler(config)
         self.model = PagedModel(config)
@@ -234,6 +272,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         scheduled = [chunk.request for chunk in output.scheduled]
         assert bool(scheduled) == bool(self.live), "a step with live requests computes something"
         assert len(set(scheduled)) == len(scheduled) <= config.max_num_seqs
+        slots = [request.state_slot for request in scheduled]
+        assert len(set(slots)) == len(slots) or not config.num_state_slots, "no slot is shared"
         assert output.num_tokens == sum(chunk.num_tokens for chunk in output.scheduled) <= config.max_num_batched_tokens
         kinds = [chunk.is_prefill for chunk in output.scheduled]
         assert kinds == sorted(kinds), "decodes come first"
@@ -259,7 +299,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             answer.extend(result.token_ids)
             if result.finish_reason is not None:
                 request = self.live.pop(result.request_id)
-                assert (answer, result.finish_reason) == undisturbed_answer(request, self.scheduler.config.windows)
+                config = self.scheduler.config
+                alone = undisturbed_answer(request, config.windows, config.num_state_slots)
+                assert (answer, result.finish_reason) == alone
                 assert result.num_cached_tokens < result.num_prompt_tokens
 
 

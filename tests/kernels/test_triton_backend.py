@@ -28,6 +28,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "granite": {"num_hidden_layers": 1, "residual_multiplier": 0.3, "attention_multiplier": 0.2},
     "phi3": {"num_hidden_layers": 1, "partial_rotary_factor": 0.5},
     "qwen3": {"head_dim": 24},
+    "qwen3_5": {},
     "smollm3": {"no_rope_layer_interval": 2},
     "qwen2-window": {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1},
     "qwen2_moe": {
@@ -60,6 +61,9 @@ def open_runner(folder: Path, dtype: str) -> ModelRunner:
     config = EngineConfig(str(folder), device="cuda", dtype=dtype, num_kv_blocks=40)
     runner = ModelRunner(config, lambda stage, done: None)
     runner.cache.fill_(torch.nan)  # what a card's fresh memory may hold
+    if runner.state is not None:
+        runner.state.deltas.fill_(torch.nan)
+        runner.state.tails.fill_(torch.nan)
     return runner
 
 

@@ -13,6 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from appliance.errors import CheckpointError, UnsupportedModelError
 from appliance.models.cache_group import CacheGroup, CacheKind
 from appliance.models.config import ModelConfig
+from appliance.models.mixture_config import MixtureConfig
 from appliance.models.registry import MODELS, REMOTE_CODE, architecture_of, read_model_config
 from appliance.models.rope import RotaryTable, inverse_frequencies
 from appliance.models.rope_config import LinearScaling, RopeConfig
@@ -232,8 +233,13 @@ def test_biases_and_norms_are_the_architectures_own() -> None:
     assert [name for name, config in found.items() if config.qkv_bias] == ["Qwen2ForCausalLM", "Qwen2MoeForCausalLM"]
     assert read("GlmForCausalLM").qkv_bias
     assert read("Glm4ForCausalLM").qkv_bias
-    normed = ["Gemma3ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM"]
-    assert [name for name, config in found.items() if config.qk_norm] == normed
+    assert [name for name, config in found.items() if config.qk_norm] == [
+        "Gemma3ForCausalLM",
+        "Qwen3ForCausalLM",
+        "Qwen3_5ForCausalLM",
+        "Qwen3_5MoeForCausalLM",
+        "Qwen3MoeForCausalLM",
+    ]
     assert not any(config.output_bias or config.mlp_bias for config in found.values())
     assert found["Qwen3ForCausalLM"].head_dim == 128
     assert found["Qwen2ForCausalLM"].head_dim == 16
@@ -334,3 +340,46 @@ def test_yarn_stretches_a_context_left_at_its_original_length() -> None:
     yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
     assert read("Qwen2ForCausalLM", rope_scaling=yarn).max_position == 1024
     assert read("Qwen2ForCausalLM", rope_scaling=yarn, max_position_embeddings=1024).max_position == 1024
+
+
+HYBRID = "Qwen3_5ForCausalLM"
+
+
+def test_every_fourth_layer_of_a_qwen3_5_is_full_unless_it_says_otherwise() -> None:
+    config = read(HYBRID, num_hidden_layers=8)
+    assert config.recurrent_layers == (0, 1, 2, 4, 5, 6)
+    assert config.paged_groups == (CacheGroup((3, 7)),)
+    assert [group.kind for group in config.cache_groups] == [CacheKind.FULL, CacheKind.RECURRENT]
+    assert read(HYBRID, full_attention_interval=2).recurrent_layers == (0, 2)
+    types = ["full_attention", "linear_attention", "linear_attention", "full_attention"]
+    assert read(HYBRID, layer_types=types).recurrent_layers == (1, 2)
+    assert config.rope.rotary_dim == 64
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"layer_types": ["linear_attention"] * 4}, "at least one 'full_attention'"),
+        ({"layer_types": ["sliding_attention"] * 4}, "'full_attention' or 'linear_attention'"),
+        ({"layer_types": ["full_attention"] * 3}, "a list of 4"),
+        ({"linear_num_key_heads": 3}, "'linear_num_value_heads' is 32 and 'linear_num_key_heads' is 3"),
+        ({"linear_conv_kernel_dim": 1}, "'linear_conv_kernel_dim' is 1"),
+    ],
+)
+def test_a_hybrid_that_cannot_be_is_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        read(HYBRID, **fields)
+
+
+def test_the_text_part_of_a_qwen3_5_is_tied_where_the_whole_says_so() -> None:
+    whole = {"text_config": {"model_type": "qwen3_5_text", "num_hidden_layers": 4}, "tie_word_embeddings": True}
+    config = read_model_config(whole, "Qwen3_5ForConditionalGeneration")
+    assert config.is_text_part
+    assert config.tie_word_embeddings
+    assert (config.vocab_size, config.head_dim, config.recurrent_layers) == (248320, 256, (0, 1, 2))
+
+
+def test_every_layer_of_a_qwen3_5_mixture_has_experts_and_a_shared_one() -> None:
+    config = read_model_config({"num_hidden_layers": 4}, "Qwen3_5MoeForCausalLM")
+    assert config.mixture == MixtureConfig(frozenset(range(4)), 256, 8, 512, True, 512)
+    assert (config.hidden_size, config.num_kv_heads, config.recurrent_layers) == (2048, 2, (0, 1, 2))

@@ -12,6 +12,7 @@ from appliance.config import EngineConfig
 from appliance.engine.model_runner import ModelRunner
 from appliance.errors import CheckpointError
 from appliance.models.mlp import Mlp
+from appliance.models.self_attention import SelfAttention
 from tests.models.test_logits import assert_close, make_request, run
 from tests.models.tiny import save_tiny
 
@@ -28,10 +29,11 @@ def test_a_layer_that_is_one_on_disk_stays_one(tmp_path: Path, factor: float, is
     """Also where its outputs are put in another order, for heads that turn in part."""
     save_tiny(tmp_path, "phi3", is_quantized=is_quantized, partial_rotary_factor=factor)
     layer = open_runner(tmp_path).model.layers[0]
-    assert [part.name for part in layer.qkv.parts] == ["model.layers.0.self_attn.qkv_proj"]
+    assert isinstance(layer.mixer, SelfAttention)
+    assert [part.name for part in layer.mixer.qkv.parts] == ["model.layers.0.self_attn.qkv_proj"]
     assert isinstance(layer.mlp, Mlp)
     assert [part.name for part in layer.mlp.gate_up.parts] == ["model.layers.0.mlp.gate_up_proj"]
-    assert layer.qkv.parts[0].plan.spec.bits == (4 if is_quantized else 32)
+    assert layer.mixer.qkv.parts[0].plan.spec.bits == (4 if is_quantized else 32)
 
 
 def test_halves_apart_are_the_whole(tmp_path: Path) -> None:

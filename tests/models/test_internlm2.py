@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from appliance.config import EngineConfig
 from appliance.engine.model_runner import ModelRunner
+from appliance.models.self_attention import SelfAttention
 from tests.models.test_logits import assert_close, make_request, run
 from tests.models.tiny import GROUP_SIZE, round_to_groups, save_tiny
 from tests.quant.writers import exact_weight, gptq_config, gptq_tensors, gptqmodel_zero_words
@@ -84,8 +85,10 @@ def save_internlm2(folder: Path, is_quantized: bool) -> PreTrainedModel:
 def test_logits_equal_those_of_a_llama(tmp_path: Path, is_quantized: bool) -> None:
     reference = save_internlm2(tmp_path, is_quantized)
     runner = ModelRunner(EngineConfig(str(tmp_path), dtype="float32", num_kv_blocks=8), lambda stage, done: None)
-    assert [part.name for part in runner.model.layers[0].qkv.parts] == ["model.layers.0.attention.wqkv"]
-    assert runner.model.layers[0].qkv.parts[0].plan.spec.is_quantized == is_quantized
+    mixer = runner.model.layers[0].mixer
+    assert isinstance(mixer, SelfAttention)
+    assert [part.name for part in mixer.qkv.parts] == ["model.layers.0.attention.wqkv"]
+    assert mixer.qkv.parts[0].plan.spec.is_quantized == is_quantized
     tokens = torch.randint(131, (40,), generator=torch.Generator().manual_seed(1)).tolist()
     request = make_request(tokens[:38], tokens[38:], [3, 0, 7], runner)
     with torch.inference_mode():

@@ -19,6 +19,7 @@ from tests.models.tiny import save_tiny
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 0]}
 MIXED = ["sliding_attention", "full_attention"]
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
 MIXTRAL = {"num_local_experts": 8, "head_dim": None}
@@ -103,6 +104,15 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "qwen3-window": {"use_sliding_window": True, "sliding_window": 17, "layer_types": MIXED},
     "qwen3-yarn": {"rope_parameters": YARN | {"attention_factor": 0.8}},
     "qwen3-gptq": {"head_dim": 24, "is_quantized": True},
+    "qwen3_5": {},
+    "qwen3_5-full_first": {"layer_types": ["full_attention", "linear_attention"], "linear_num_key_heads": 8},
+    "qwen3_5-all_turned": {"rope_parameters": MROPE | {"partial_rotary_factor": 1.0}, "linear_conv_kernel_dim": 2},
+    "qwen3_5-biases_tied": {"attention_bias": True, "tie_word_embeddings": True},
+    "qwen3_5-gptq": {"is_quantized": True},
+    "qwen3_5_that_sees-gptq": {"is_quantized": True},
+    "qwen3_5_moe": SHARED,
+    "qwen3_5_moe-stacked": SHARED | {"is_stacked": True},
+    "qwen3_5_moe_that_sees-gptq": SHARED | {"is_quantized": True},
     "smollm3-interval": {"no_rope_layer_interval": 2},
     "smollm3-listed_gptq": {"no_rope_layers": [0, 1, 1], "is_quantized": True, "tie_word_embeddings": True},
     "smollm3-window": {"no_rope_layers": [0, 1], "use_sliding_window": True, "sliding_window": 24},
@@ -141,10 +151,11 @@ def run(runner: ModelRunner, requests: list[Request], lengths: list[int]) -> tor
 
 
 def make_request(prompt: list[int], answer: list[int], blocks: list[int], runner: ModelRunner) -> Request:
-    """A request whose first group has `blocks`, each later one others."""
+    """A request whose first group has `blocks`, each later one others; its state is in the slot of the first block."""
     request = Request("r", prompt, SamplingParams(), seed=0)
     request.output_token_ids.extend(answer)
     request.block_tables = [[32 * group + block for block in blocks] for group in range(len(runner.windows))]
+    request.state_slot = blocks[0] if runner.state is not None else None
     return request
 
 
@@ -188,6 +199,7 @@ BFLOAT16 = [
     "glm4-biases_gptq",
     "granite-biases_gptq",
     "qwen3-gptq",
+    "qwen3_5-gptq",
     "phi3-partial_gptq",
     "gemma2-low_caps_gptq",
     "gemma3-ropes_gptq",

@@ -43,6 +43,14 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen2MoeConfig,
     Qwen2MoeForCausalLM,
+    Qwen3_5Config,
+    Qwen3_5ForCausalLM,
+    Qwen3_5ForConditionalGeneration,
+    Qwen3_5MoeConfig,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeForConditionalGeneration,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
@@ -74,6 +82,39 @@ def _mistral3(**text: Any) -> Mistral3Config:
     return Mistral3Config(text_config=MistralConfig(**text), vision_config=vision, tie_word_embeddings=False)
 
 
+def _with_hybrid_defaults(text: dict[str, Any]) -> dict[str, Any]:
+    defaults = {
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 8,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 8,
+        "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.25, "mrope_section": [1, 1, 0]},
+    }
+    return {**defaults, **text}
+
+
+HYBRID_VISION = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64}
+
+
+def _qwen3_5(**text: Any) -> Qwen3_5TextConfig:
+    return Qwen3_5TextConfig(**_with_hybrid_defaults(text))
+
+
+def _qwen3_5_that_sees(**text: Any) -> Qwen3_5Config:
+    parts: dict[str, Any] = {"text_config": _qwen3_5(**text).to_dict(), "vision_config": HYBRID_VISION}
+    return Qwen3_5Config(**parts, tie_word_embeddings=False)
+
+
+def _qwen3_5_moe(**text: Any) -> Qwen3_5MoeTextConfig:
+    return Qwen3_5MoeTextConfig(**_with_hybrid_defaults(text))
+
+
+def _qwen3_5_moe_that_sees(**text: Any) -> Qwen3_5MoeConfig:
+    parts: dict[str, Any] = {"text_config": _qwen3_5_moe(**text).to_dict(), "vision_config": HYBRID_VISION}
+    return Qwen3_5MoeConfig(**parts, tie_word_embeddings=False)
+
+
 FAMILIES: dict[str, tuple[Any, Any]] = {
     "gemma2": (Gemma2Config, Gemma2ForCausalLM),
     "gemma3": (Gemma3TextConfig, Gemma3ForCausalLM),
@@ -90,6 +131,10 @@ FAMILIES: dict[str, tuple[Any, Any]] = {
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen2_moe": (Qwen2MoeConfig, Qwen2MoeForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "qwen3_5": (_qwen3_5, Qwen3_5ForCausalLM),
+    "qwen3_5_moe": (_qwen3_5_moe, Qwen3_5MoeForCausalLM),
+    "qwen3_5_moe_that_sees": (_qwen3_5_moe_that_sees, Qwen3_5MoeForConditionalGeneration),
+    "qwen3_5_that_sees": (_qwen3_5_that_sees, Qwen3_5ForConditionalGeneration),
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
     "smollm3": (SmolLM3Config, SmolLM3ForCausalLM),
 }
@@ -101,9 +146,9 @@ ROUTER = ".gate"
 
 
 def layers_at_4_bits(module: str) -> int:
-    """All of the text part but lm_head, routers and the gates of shared experts, which stay plain."""
-    is_plain = module.endswith(("lm_head", ROUTER, ".shared_expert_gate"))
-    return 0 if is_plain or "vision" in module or "projector" in module else 4
+    """All of the text part but lm_head, routers and the small gates of shared experts and gated delta layers."""
+    is_plain = module.endswith(("lm_head", ROUTER, ".shared_expert_gate", "in_proj_a", "in_proj_b"))
+    return 0 if is_plain or any(part in module for part in ("vision", "visual", "projector")) else 4
 
 
 def save_tiny(
