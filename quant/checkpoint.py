@@ -58,7 +58,7 @@ class Checkpoint:
         Raises CheckpointError naming the module when the model has none of that name, or it is damaged.
         """
         if module not in self._quantized:
-            return _matrix(self.tensor(f"{module}.weight"), module)
+            return self.tensor(f"{module}.weight")
         with _naming(self.path):
             return self._source.quantized(module)
 
@@ -66,7 +66,7 @@ class Checkpoint:
         """Shape and storage of what `linear(module)` would give, without reading it. Raises what that raises."""
         if module in self._quantized:
             return self._source.spec(module)
-        return spec_of(_matrix(self.tensor(f"{module}.weight"), module))
+        return spec_of(check_matrix(self.tensor(f"{module}.weight"), module))
 
     def tensor(self, name: str) -> Tensor:
         """A parameter in its stored dtype; a quantised weight comes dequantised, float32 [N, K].
@@ -157,7 +157,8 @@ def _check_plain(tensor: Tensor, name: str) -> Tensor:
     return tensor
 
 
-def _matrix(tensor: Tensor, module: str) -> Tensor:
+def check_matrix(tensor: Tensor, module: str) -> Tensor:
+    """A layer's plain weight as it is. Raises CheckpointError for one that is no matrix."""
     if tensor.ndim != 2:
         raise CheckpointError(
             f"tensor {module}.weight has shape {tuple(tensor.shape)}, a matrix was expected: download the model again"

@@ -11,7 +11,7 @@ from appliance.errors import CheckpointError
 from appliance.kernels.dense import DenseLinear
 from appliance.kernels.spec import LinearKernel, LinearSpec, Target
 from appliance.models.tensor_names import LM_HEAD, TensorNames
-from appliance.quant.checkpoint import Checkpoint
+from appliance.quant.checkpoint import Checkpoint, check_matrix
 from appliance.quant.linear import PlannedLinear, spec_of
 from appliance.quant.planner import LinearPlanner
 from appliance.quant.weight import QuantizedWeight, concatenate
@@ -189,6 +189,8 @@ class WeightReader:
     def _linear_weight(self, module: str, in_features: int, out_features: int) -> QuantizedWeight | Tensor:
         check_there(self.checkpoint, f"{module}.weight")
         weight = self.checkpoint.linear(module)
+        if isinstance(weight, Tensor):
+            check_matrix(weight, module)
         check_layer(module, spec_of(weight), in_features, out_features)
         self.planner.check_weight(module, weight)
         return weight
