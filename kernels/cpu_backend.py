@@ -28,7 +28,7 @@ class CpuBackend:
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
         if residual is not None:
             x = residual.add_(x)
-        # F.rms_norm gives the same values half as fast: 310 us against 150 in a prefill step of 504 rows (PyTorch 2.13).
+        # F.rms_norm gives the same values at half the speed: 310 us against 150 for 504 rows (PyTorch 2.13).
         wide = x.float() if x.dtype != torch.float32 else x.clone()
         return wide.mul_(_inverse_rms(wide, eps)).mul_(weight).to(x.dtype)
 
